@@ -1,0 +1,50 @@
+"""Canonical bytes and digests: RFC 8785 JSON, BLAKE3."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import rfc8785
+from blake3 import blake3
+
+from libxd.errors import XdError
+
+_MAPPED_FROM_BYTES = 1 << 20  # below this, opening a map and a thread pool costs more than it saves
+
+
+def dumps(value: Any) -> bytes:
+    """RFC 8785 bytes of a JSON value, without a newline. XdError for what canonical JSON cannot hold."""
+    try:
+        return rfc8785.dumps(value)
+    except rfc8785.CanonicalizationError as error:
+        raise XdError(f"not canonical JSON: {error}", code="not-canonical") from error
+
+
+def digest(value: Any) -> str:
+    """BLAKE3 (64 hex digits) over the canonical bytes of a JSON value."""
+    return blake3(dumps(value)).hexdigest()
+
+
+def digest_bytes(data: bytes | memoryview) -> str:
+    """BLAKE3 (64 hex digits) over bytes."""
+    return blake3(data).hexdigest()
+
+
+def digest_stream(chunks: Iterable[bytes | memoryview]) -> str:
+    """BLAKE3 (64 hex digits) over chunks, in order."""
+    hasher = blake3()
+    for chunk in chunks:
+        hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+def digest_file(path: str | os.PathLike[str]) -> str:
+    """BLAKE3 (64 hex digits) over a file's bytes; large files by memory map on all cores."""
+    if os.path.getsize(path) < _MAPPED_FROM_BYTES:
+        with open(path, "rb") as file:
+            return digest_bytes(file.read())
+    hasher = blake3(max_threads=blake3.AUTO)
+    hasher.update_mmap(path)
+    return hasher.hexdigest()

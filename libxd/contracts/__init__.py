@@ -1,0 +1,1 @@
+"""Numerical contracts (data only; read through libxd.contract)."""

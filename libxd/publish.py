@@ -1,0 +1,113 @@
+"""Files appear whole under their final name or not at all, and are never replaced.
+
+A temporary name in the same directory, written, flushed and fsynced, is linked to the final name; link(2) fails when
+that exists, so of two writers the first wins and the second learns whether it would have written the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from libxd import canon, schema
+from libxd.errors import Status, XdError
+
+TEMPORARY_PREFIX = ".tmp-"
+_BLOCK = 1 << 20
+
+
+def publish(path: str | os.PathLike[str], data: bytes | Iterable[bytes | memoryview]) -> bool:
+    """Write `data` to `path`. True: written. False: the same bytes stood there already.
+
+    XdError 73 when other bytes stand there (they are kept), 73 too when the directory cannot be written or is full.
+    """
+    path = Path(path)
+    with _system_errors(path), temporary(path) as file:
+        if isinstance(data, (bytes, bytearray)):
+            file.write(data)
+        else:
+            for chunk in data:
+                file.write(chunk)
+        return commit(file, path)
+
+
+def publish_json(path: str | os.PathLike[str], schema_name: str, value: Any) -> bool:
+    """`publish` of a JSON value's canonical bytes and a newline, checked against its schema first."""
+    schema.validate(schema_name, value, str(path))
+    return publish(path, canon.dumps(value) + b"\n")
+
+
+@contextlib.contextmanager
+def temporary(path: Path) -> Iterator[BinaryIO]:
+    """An open file under a temporary name beside `path`; the name is gone afterwards, whatever happened."""
+    name = path.parent / f"{TEMPORARY_PREFIX}{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        with open(name, "x+b") as file:  # the umask decides the mode
+            yield file
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def commit(file: BinaryIO, path: Path) -> bool:
+    """Give an open temporary file its final name. True: done. False: identical content was there. XdError 73: other."""
+    file.flush()
+    os.fsync(file.fileno())
+    try:
+        os.link(file.name, path, follow_symlinks=False)
+    except FileExistsError:
+        if _same(file, path):
+            return False
+        raise XdError(
+            "the output exists with other content and was kept",
+            status=Status.CONFLICT, code="output-differs", where=str(path),
+            hint="two runs that should agree did not; compare them, or take a new attempt",
+        ) from None
+    sync_directory(path.parent)
+    return True
+
+
+def sync_directory(path: Path) -> None:
+    """Make a directory's entries durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _same(file: BinaryIO, path: Path) -> bool:
+    """Whether the regular file at `path` (no symlink is followed) holds what was just written."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    with open(descriptor, "rb") as other:
+        if os.fstat(other.fileno()).st_size != os.fstat(file.fileno()).st_size:
+            return False
+        file.seek(0)
+        while block := file.read(_BLOCK):
+            if block != other.read(len(block)):
+                return False
+    return True
+
+
+@contextlib.contextmanager
+def _system_errors(path: Path) -> Iterator[None]:
+    """A full, read-only or missing place, said in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: str | os.PathLike[str], error: OSError) -> XdError:
+    """The XdError for a failed write: 73 (sysexits' EX_CANTCREAT), nothing half written stays behind."""
+    return XdError(
+        f"cannot be written: {error.strerror or error}", status=Status.CONFLICT, code="cannot-write", where=str(path),
+        hint="make the place writable and run the same command again",
+    )

@@ -1,0 +1,176 @@
+"""Names under a run directory: runs/<experiment>/cases/<case>/<attempt>/."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from libxd import publish, schema, strictjson
+from libxd.errors import Status, XdError
+
+SIDES = ("rollout", "training")
+
+EXPERIMENT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
+CASE_ID = re.compile(r"c-[0-9a-f]{16}\Z")
+ATTEMPT_ID = re.compile(r"a[0-9]{4,}\Z")
+
+SEAL = "COMPLETE"
+#: what a sealed attempt holds beside its seal, in the order in which the tools write it
+PAYLOADS = (
+    "requested.json",
+    "identity.json",
+    "materialized.json",
+    "readback_rollout.json",
+    "score_rollout.safetensors",
+    "readback_training.json",
+    "score_training.safetensors",
+    "actual.json",
+    "token_diffs.safetensors",
+    "comparison.json",
+)
+_SCHEMAS = {
+    "requested.json": "plan_row",
+    "identity.json": "identity",
+    "materialized.json": "materialized",
+    "readback_rollout.json": "readback",
+    "readback_training.json": "readback",
+    "actual.json": "actual",
+    "comparison.json": "comparison",
+    SEAL: "seal",
+}
+
+
+class Attempt:
+    """One case of one experiment, tried once. Reads its JSON files strictly and against their schemas."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Attempt:
+        """An existing attempt, from a tool's operand. Refuses what is not of the form …/c-<16 hex>/a<number>."""
+        attempt = cls(path)
+        absolute = Path(os.path.abspath(attempt.path))  # not resolved: a symlink for an attempt is refused below
+        for name, pattern, what in (
+            (absolute.name, ATTEMPT_ID, "attempt"),
+            (absolute.parent.name, CASE_ID, "case"),
+        ):
+            if not pattern.match(name):
+                raise XdError(f"not an attempt directory: bad {what} id", code="bad-id", where=str(path), found=name)
+        for place in (absolute, absolute.parent):
+            if place.is_symlink():
+                raise XdError("an attempt is no symlink", code="symlink", where=str(place))
+        if not absolute.is_dir():
+            raise XdError("no such attempt", status=Status.MISSING, code="missing", where=str(path))
+        return attempt
+
+    @property
+    def attempt_id(self) -> str:
+        return os.path.abspath(self.path).rsplit(os.sep, 1)[-1]
+
+    @property
+    def case_id(self) -> str:
+        return Path(os.path.abspath(self.path)).parent.name
+
+    def file(self, name: str) -> Path:
+        return self.path / name
+
+    def has(self, name: str) -> bool:
+        return os.path.lexists(self.path / name)
+
+    @property
+    def sealed(self) -> bool:
+        return self.has(SEAL)
+
+    def read(self, name: str) -> Any:
+        """One of the attempt's JSON files, validated, and about this case."""
+        path = self.file(name)
+        if path.is_symlink():
+            raise XdError("a file of an attempt is no symlink", code="symlink", where=str(path))
+        value = schema.validate(_SCHEMAS[name], strictjson.load(path), str(path))
+        if value.get("case_id") != self.case_id:
+            raise XdError(
+                "belongs to another case", code="foreign-file", where=str(path), path="/case_id",
+                found=value.get("case_id"), expected=self.case_id,
+            )
+        return value
+
+    def requested(self) -> dict[str, Any]:
+        return self.read("requested.json")
+
+    def identity(self) -> dict[str, Any]:
+        return self.read("identity.json")
+
+    def materialized(self) -> dict[str, Any]:
+        return self.read("materialized.json")
+
+    def readback(self, side: str) -> dict[str, Any]:
+        return self.read(f"readback_{side}.json")
+
+    def comparison(self) -> dict[str, Any]:
+        return self.read("comparison.json")
+
+    def write_json(self, name: str, value: Any) -> bool:
+        """Publish one of the attempt's JSON files; a sealed attempt does not grow."""
+        self.refuse_growth(name)
+        return publish.publish_json(self.file(name), _SCHEMAS[name], value)
+
+    def refuse_growth(self, name: str) -> None:
+        """XdError 73 when a file would be added to a sealed attempt."""
+        if self.sealed and not self.has(name):
+            raise XdError(
+                f"the attempt is sealed and would grow by {name}", status=Status.CONFLICT, code="sealed",
+                where=str(self.path), hint="take a new attempt",
+            )
+
+
+class RunDirectory:
+    """One experiment's directory under a root (`runs/`)."""
+
+    def __init__(self, root: str | os.PathLike[str], experiment_id: str) -> None:
+        if not EXPERIMENT_ID.match(experiment_id):
+            raise XdError("bad experiment id", code="bad-id", where=str(root), found=experiment_id,
+                          expected="letters, digits, '.', '_', '-'; no leading '.'")
+        self.path = Path(root) / experiment_id
+
+    def case(self, case_id: str) -> Path:
+        if not CASE_ID.match(case_id):
+            raise XdError("bad case id", code="bad-id", where=str(self.path), found=case_id, expected="c- + 16 hex")
+        return self.path / "cases" / case_id
+
+    def new_attempt(self, case_id: str) -> Attempt:
+        """Take the next free attempt id; mkdir is exclusive, so two processes never share one."""
+        case = self.case(case_id)
+        try:
+            case.mkdir(parents=True, exist_ok=True)
+            number = max((int(a.attempt_id[1:]) for a in self.attempts(case_id)), default=0) + 1
+            while True:
+                path = case / f"a{number:04d}"
+                try:
+                    path.mkdir()
+                except FileExistsError:
+                    number += 1
+                    continue
+                publish.sync_directory(case)
+                return Attempt(path)
+        except OSError as error:
+            raise publish.cannot_write(case, error) from error
+
+    def attempts(self, case_id: str) -> Iterator[Attempt]:
+        """The attempts of a case, newest first; what bears no attempt's name is passed over."""
+        try:
+            entries = [entry for entry in os.scandir(self.case(case_id)) if ATTEMPT_ID.match(entry.name)]
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise XdError(f"cannot be read: {error.strerror}", status=Status.MISSING, code="unreadable",
+                          where=str(self.case(case_id))) from error
+        for entry in sorted(entries, key=lambda e: int(e.name[1:]), reverse=True):
+            if entry.is_dir(follow_symlinks=False):
+                yield Attempt(entry.path)
