@@ -193,6 +193,11 @@ def entry(tool: click.Command) -> Callable[[], NoReturn]:
 
 
 def _run(tool: click.Command) -> int:
+    variable = f"_{str(tool.name).replace('-', '_').upper()}_COMPLETE"
+    if instruction := os.environ.get(variable):
+        from click.shell_completion import shell_complete
+
+        return shell_complete(tool, {}, str(tool.name), variable, instruction)
     signal.signal(signal.SIGTERM, _terminated)
     context: click.Context | None = None
     try:
