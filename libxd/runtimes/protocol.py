@@ -1,0 +1,176 @@
+"""What a runtime promises xd: the types between an adapter, the planner's rows and the scorer's child.
+
+A runtime is found by entry point (`xd.runtimes`). `materialize` and `estimate_bytes` are pure and load neither torch
+nor an engine; `open` runs in the scorer's child alone. Shapes: B sequences, T tokens over all of them (flat).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from libxd.operators.session import OperatorSession
+    from libxd.sequences import Sequences
+
+Status = Literal["applied", "fallback", "unsupported", "unobservable", "error"]
+Mode = Literal["decode", "prefill", "teacher_forced"]
+Submission = Literal["canonical", "rotated"]
+
+
+@dataclass(frozen=True)
+class KnobRecord:
+    """What an adapter will do about one knob: `requested` and `materialized` are catalog values.
+
+    `evidence` says in plain words how it will be done, or why it cannot be; it enters no digest.
+    """
+
+    knob: str
+    requested: Any
+    materialized: Any
+    status: Status
+    lifecycle: str
+    evidence: str
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class SidePlan:
+    """One side of a materialised case.
+
+    `engine` holds the engine arguments (JSON, no path). `construction`, `context` (the distributed one) and `process`
+    are digested into the three fingerprints: an engine is kept while all three stay equal. `refusals` are the reasons
+    that belong to no single knob, such as a device that is not there; each makes the side unsupported.
+    """
+
+    knobs: list[KnobRecord]
+    engine: dict[str, Any]
+    construction: dict[str, Any]
+    context: dict[str, Any]
+    process: dict[str, Any]
+    refusals: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class EngineContext:
+    """What the child hands an opening engine: the case's identity, where its files are, the operator session."""
+
+    identity: dict[str, Any]
+    locations: dict[str, Any]
+    session: OperatorSession
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A knob as the live engine shows it. `value` None: it cannot be shown. `evidence` is JSON."""
+
+    value: Any
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One scoring of all sequences, `batch_size` of them submitted together.
+
+    canonical: chunks in the order of the sequences file; rotated: the same order begun in the middle of the file
+    (sequence (i + B // 2) % B comes i-th). `submission_order` is the one place that says so.
+    """
+
+    batch_size: int
+    mode: Mode
+    submission: Submission
+    semantics: dict[str, Any]
+
+
+def submission_order(num_sequences: int, submission: Submission) -> list[int]:
+    """In which order the sequences are submitted."""
+    first = num_sequences // 2 if submission == "rotated" else 0
+    return [(first + i) % num_sequences for i in range(num_sequences)]
+
+
+def submission_chunks(num_sequences: int, submission: Submission, batch_size: int) -> list[list[int]]:
+    """The chunks of a request: sequence numbers, `batch_size` of them at a time; the last may be smaller."""
+    order = submission_order(num_sequences, submission)
+    return [order[i : i + batch_size] for i in range(0, num_sequences, batch_size)]
+
+
+@dataclass
+class ObservedInputs:
+    """What the model was really fed, a cell a token of the flat batch (`libxd/scoring/observer.py` records it).
+
+    token_ids int32 [T], selected_ids int32 [T] (the ids whose logprobs were taken; where none was taken, the fed id),
+    positions int32 [T], attention_mask bool [T]. A token that reached no model has id and position -1.
+    `cache` is whether keys and values outlived a forward.
+    """
+
+    token_ids: np.ndarray
+    selected_ids: np.ndarray
+    positions: np.ndarray
+    attention_mask: np.ndarray
+    cache: Literal["kv_cache", "none"]
+
+
+@dataclass
+class Scores:
+    """What one side says: logprobs float32 [T] in nats, a quiet NaN where nothing was scored; entropy alike or None.
+
+    Index i belongs to token i given the tokens before it. `logits_dtype` is the dtype the head returned.
+    """
+
+    logprobs: np.ndarray
+    entropy: np.ndarray | None
+    observed: ObservedInputs
+    logits_dtype: str
+
+
+class Engine(Protocol):
+    """A live scorer. An engine shows every knob of its side in `settings` or, once it has scored, in `behaviour`."""
+
+    def settings(self) -> dict[str, Observation]:
+        """The knobs that can be read from the live objects before anything is scored."""
+
+    def bind(self, operator: Any) -> None:
+        """Use this selected-logprob instance from now on."""
+
+    def state(self) -> dict[str, Any]:
+        """{"mode": "eval" | "train", "optimizer": bool} as the model and the process are now."""
+
+    def parameters(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
+        """The weights held now: Hugging Face name, dtype name, shape, raw little-endian bytes."""
+
+    def score(self, sequences: Sequences, request: Request) -> Scores:
+        """The logprobs of the frozen tokens; nothing is generated, nothing of the model changes."""
+
+    def behaviour(self) -> dict[str, Observation]:
+        """The knobs that only running shows, as the last `score` ran."""
+
+    def describe(self) -> dict[str, Any]:
+        """Free JSON about the engine: class names, library versions, device, threads."""
+
+    def close(self) -> None:
+        """Give the device memory back."""
+
+
+class Runtime(Protocol):
+    """An adapter. Importing its module imports no torch."""
+
+    name: str
+    version: str
+    sides: frozenset[str]
+    registers_smoke_operators: bool
+
+    def materialize(
+        self, side: str, row: dict[str, Any], environment: dict[str, Any], allow_fallback: frozenset[str]
+    ) -> SidePlan:
+        """What this runtime would build for a row on a machine with that environment; pure."""
+
+    def estimate_bytes(self, side: str, engine: dict[str, Any], locations: dict[str, Any]) -> int:
+        """The memory in bytes that the engine will need, roughly; 0 when nothing is known of the model."""
+
+    def open(self, side: str, plan: dict[str, Any], context: EngineContext) -> Engine:
+        """The engine of `plan`, a side of materialized.json; in the scorer's child only."""
