@@ -1,0 +1,133 @@
+# xd: the stages of DESIGN as make targets. `make help` lists them.
+
+ifneq ($(firstword $(sort 4.2 $(MAKE_VERSION))),4.2)
+$(error GNU make 4.2 or newer is needed, this is $(MAKE_VERSION))
+endif
+
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+.DEFAULT_GOAL := help
+.SUFFIXES:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+PYTHON ?= python3
+VENV ?= .venv
+RUNS ?= runs
+EXP ?= s0
+MODEL := models/smollm2-135m-instruct
+
+export VIRTUAL_ENV := $(abspath $(VENV))
+export PATH := $(CURDIR)/tools:$(VIRTUAL_ENV)/bin:$(PATH)
+
+# Execution policy: who scores what. One line an experiment; a command line can override each.
+POLICY_s0 ?= --runtime cpu-smoke --allow-smoke-operators
+POLICY_s1 ?= --runtime hf
+POLICY_s2 ?= --runtime hf
+POLICY_s3 ?= --runtime hf
+POLICY_smollm2 ?= --runtime hf
+POLICY_smollm2-fp32 ?= --runtime hf
+POLICY ?= $(or $(POLICY_$(EXP)),$(error no policy for EXP=$(EXP): give POLICY='--runtime NAME'))
+
+# Repeats of the baseline, for the noise floor.
+REPEATS_s0 ?= 1
+REPEATS_smollm2 ?= 1
+REPEATS_smollm2-fp32 ?= 1
+REPEATS ?= $(or $(REPEATS_$(EXP)),0)
+
+# What an experiment needs before it can be planned.
+NEEDS_smollm2 := sequences/smollm2.safetensors
+NEEDS_smollm2-fp32 := sequences/smollm2.safetensors
+
+# How the frozen sequences of the real model are sampled.
+ROLLOUT_smollm2 ?= --limit 8 --samples 2 --max-new-tokens 48 --temperature 1.0 --top-p 1.0 --seed 0 --batch-size 8
+
+PLAN = xd-plan -q experiments/$(EXP).json --runs $(RUNS) --repeats $(REPEATS)
+STAMPS = $(RUNS)/$(EXP)/.make
+# Every stage of a pipe counts; 69 (refused, unsupported) is a result, and stands in the table.
+CHECK_STAGES = codes=("$${PIPESTATUS[@]}"); for code in "$${codes[@]}"; do case $$code in 0|69) ;; *) exit $$code;; esac; done
+
+##@ The main job
+
+.PHONY: run
+run: setup $(NEEDS_$(EXP)) ## plan, score, compare and seal EXP=name; ends with the table (-j: engines side by side)
+	+@groups=$$($(PLAN) | xd-resume --runs $(RUNS) $(POLICY) --groups $(STAMPS)); \
+	  $(CHECK_STAGES); \
+	  [ -z "$$groups" ] || $(MAKE) $${groups//.jsonl/.done}
+	@$(PLAN) | xd-resume -q --runs $(RUNS) $(POLICY) --answers | xd-compare --table; $(CHECK_STAGES)
+
+# One group of rows that can share their engines: one pipe. The stamp says that all of it went through.
+$(RUNS)/%.done: $(RUNS)/%.jsonl
+	@xd-materialize --runs $(RUNS) $(POLICY) < $< | xd-score --side rollout | xd-score --side training \
+	  | xd-compare | xd-seal > $@.attempts; $(CHECK_STAGES); mv $@.attempts $@
+
+.PHONY: plan
+plan: $(VENV)/.base ## print the plan rows of EXP (no model, no torch, no accelerator needed)
+	@xd-plan experiments/$(EXP).json --repeats $(REPEATS)
+
+.PHONY: compare
+compare: $(VENV)/.base ## judge the existing scores of EXP again, offline; 73 when a verdict would change
+	@find $(RUNS)/$(EXP)/cases -name score_training.safetensors -printf '%h\n' | sort | xd-compare > /dev/null; \
+	  $(CHECK_STAGES); echo "every verdict of $(EXP) reproduced, byte for byte"
+
+.PHONY: verdicts
+verdicts: $(VENV)/.base ## print the table of EXP; fails on anything but PASS
+	@xd-plan -q experiments/$(EXP).json --repeats $(REPEATS) | xd-resume -q --runs $(RUNS) --answers \
+	  | xd-compare --table --exit-code
+
+.PHONY: model
+model: setup $(MODEL)/model.safetensors ## fetch and convert SmolLM2-135M-Instruct into models/ (once)
+
+# Frozen inputs: made once, never remade behind the evidence's back (order-only prerequisites).
+$(MODEL)/model.safetensors: | $(VENV)/.ready
+	python -P dev/make_model.py --out $(MODEL)
+
+sequences/%.safetensors: | $(VENV)/.ready $(MODEL)/model.safetensors
+	@mkdir -p sequences
+	xd-rollout experiments/prompts/mix.jsonl --runtime hf --model $(MODEL) $(ROLLOUT_$*) --out $@
+
+##@ Checks
+
+.PHONY: test
+test: setup $(MODEL)/model.safetensors ## pytest and bats
+	$(VENV)/bin/pytest -q
+	bats tests
+
+.PHONY: lint
+lint: setup ## ruff and shellcheck
+	ruff check .
+	ruff format --check --diff . 2>/dev/null || true
+	shellcheck -x tools/xd-* .ci/run
+
+.PHONY: docs
+docs: setup ## write docs/tools/*.md anew from --help
+	python -P dev/make_docs.py
+
+.PHONY: bench
+bench: setup ## speed and memory as ratios within one run, met or not
+	python -P dev/bench.py
+
+##@ Set-up
+
+.PHONY: setup
+setup: $(VENV)/.ready ## the environment: base, hf and dev extras, pinned by constraints.txt
+
+$(VENV)/.base: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version) if sys.version_info < (3, 11) else 0'
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.base
+	@echo "setting up $(VENV) (once; some minutes)" >&2
+	@$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[hf,dev]'
+	@touch $@
+
+.PHONY: clean
+clean: ## remove the environment and caches; models, sequences and runs stay
+	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis
+
+.PHONY: help
+help: ## this list
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
+	  /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@printf '\nExperiments (EXP=): %s\n' "$(basename $(notdir $(wildcard experiments/*.json)))"

@@ -1,0 +1,99 @@
+"""xd-resume: pass on the plan rows that no sealed attempt answers yet."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import click
+
+from libxd import canon, console, materialize, planner, policy, resume
+from libxd.console import Console
+from libxd.errors import XdError
+from libxd.rundir import RunDirectory
+
+EXAMPLES = """
+# what is left of an experiment, here and now
+xd-plan experiments/s0.json | xd-resume --runs runs --runtime cpu-smoke --allow-smoke-operators
+
+# the attempts that answer it, wherever they were measured, as a table
+xd-plan experiments/s0.json | xd-resume --runs runs --answers | xd-compare --table
+"""
+
+
+@console.command("xd-resume", EXAMPLES)
+@click.argument("rows", nargs=-1, metavar="[FILE]...")
+@click.option("--runs", required=True, type=click.Path(path_type=Path), help="The directory of all runs.")
+@policy.options(required=False)
+@click.option("--answers", is_flag=True,
+              help="Print, a row, the attempt that answers it, or the one that was refused, instead of pending rows.")
+@click.option("--groups", type=click.Path(path_type=Path),
+              help="Write the pending rows into DIR, a file for all that can share engines, and print these paths.")
+@click.option("--exit-code", is_flag=True, help="Answer 1 when work is left.")
+def cli(
+    console: Console, rows: tuple[str, ...], runs: Path, policy: policy.Policy | None, answers: bool,
+    groups: Path | None, exit_code: bool,
+) -> None:
+    """Read plan rows (files or stdin) and print those that no sealed attempt answers yet.
+
+    An answer has the row's case and repeat and was measured with what the row would be measured with now: runtimes,
+    operators, builds, environment of both interpreters. A row that was refused under the same conditions is withheld.
+    Without --runtime (only with --answers) the conditions are not looked at.
+    """
+    if policy is None and not answers:
+        raise click.UsageError("say with --runtime what the rows would be scored with")
+    if groups is not None and answers:
+        raise click.UsageError("--groups and --answers exclude each other")
+    environments = policy.environments() if policy else None
+    states: Counter[str] = Counter()
+    grouped: dict[str, list[dict[str, Any]]] = {}
+    for where, line in planner.lines(console, rows):
+        with console.guard(where):
+            row = planner.read_row(line, where)
+            plan = materialize.materialized(row, policy, environments) if policy else None
+            found = resume.outcome(row, RunDirectory(runs, row["experiment_id"]), plan)
+            states[found.state] += 1
+            for attempt, why in found.passed_over:
+                console.info(f"{attempt}: passed over: {why}")
+            if answers:
+                if found.attempt is not None:
+                    console.emit(str(found.attempt))
+            elif found.state == "pending":
+                if groups is None:
+                    console.emit(line)
+                else:
+                    grouped.setdefault(materialize.group(plan), []).append(row)
+    if groups is not None:
+        for name, members in grouped.items():
+            console.emit(_write_group(groups, name, members))
+    if not answers:
+        console.info(_summary(states))
+    if exit_code and states["pending"]:
+        console.answer_no()
+
+
+def _summary(states: Counter[str]) -> str:
+    done = f"{states['answered']} sealed, {states['refused']} refused"
+    if not states["pending"]:
+        return f"nothing to score: {done}"
+    return f"{states['pending']} to score; {done}"
+
+
+def _write_group(directory: Path, name: str, members: list[dict[str, Any]]) -> str:
+    """One group's rows under a name that says what is in it, so that two runs at once do not disturb each other."""
+    data = b"".join(canon.dumps(row) + b"\n" for row in members)
+    path = directory / f"{name[:8]}-{canon.digest_bytes(data)[:8]}.jsonl"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".done").unlink(missing_ok=True)  # its rows are pending: whatever stamp is there is stale
+        temporary = path.with_suffix(f".tmp-{os.getpid()}")
+        temporary.write_bytes(data)
+        temporary.rename(path)
+    except OSError as error:
+        raise XdError(f"cannot be written: {error.strerror}", status=73, code="cannot-write", where=str(path)) from error
+    return str(path)
+
+
+main = console.entry(cli)

@@ -1,0 +1,86 @@
+"""Which plan rows a sealed attempt answers already, which were refused, and which are still to be done.
+
+An answer is a sealed attempt, untampered, whose request is the row and whose execution key is the one that the row would
+get now: same case, repeat, materialisation, scorers, operators and environments. An INVALID_* verdict is no answer. The
+newest valid one counts; partial, malformed and tampered attempts are passed over, so an older valid one still counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from libxd import materialize, seal
+from libxd.errors import XdError
+from libxd.rundir import SEAL, SIDES, Attempt, RunDirectory
+
+#: verdicts that answer a row; the INVALID_* ones say that the attempt was not worth comparing
+ANSWERS = ("PASS", "MISMATCH", "ZERO_ACTIVE_TOKENS")
+
+#: fields of a row that do not say what is to be measured
+_NOT_REQUESTED = ("locations", "experiment_id", "strategy")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the run directory holds for one row."""
+
+    state: Literal["answered", "refused", "pending"]
+    attempt: Attempt | None
+    passed_over: tuple[tuple[Attempt, str], ...] = ()
+
+
+def outcome(row: dict[str, Any], run: RunDirectory, materialized: dict[str, Any] | None) -> Outcome:
+    """The outcome of `row` in `run`.
+
+    materialized: what the row materialises to now; None accepts an attempt of any environment and policy (to list what
+    was measured, wherever that was).
+    """
+    passed_over: list[tuple[Attempt, str]] = []
+    refused: Attempt | None = None
+    for attempt in run.attempts(row["case_id"]):
+        try:
+            state = _state(attempt, row, materialized)
+        except XdError as error:
+            passed_over.append((attempt, error.issues[0].line()))
+            continue
+        if state == "answered":
+            return Outcome("answered", attempt, tuple(passed_over))
+        if state == "refused":
+            refused = refused or attempt
+    return Outcome("refused" if refused else "pending", refused, tuple(passed_over))
+
+
+def _state(attempt: Attempt, row: dict[str, Any], materialized: dict[str, Any] | None) -> str:
+    """"answered", "refused" or "other"; XdError for an attempt that cannot be trusted."""
+    if not attempt.has("materialized.json"):
+        return "other"  # somebody is at work, or was killed
+    if not _same_request(attempt.requested(), row):
+        return "other"
+    found = attempt.materialized()
+    if materialized is not None and found["execution_key"] != materialized["execution_key"]:
+        return "other"
+    if not attempt.has(SEAL):
+        return "refused" if _refused(attempt, found) else "other"
+    problems = seal.verify(attempt)
+    if problems:
+        raise XdError(f"sealed, but {problems[0]}", code="tampered", where=str(attempt))
+    if materialize.execution_key(found) != found["execution_key"]:
+        raise XdError("sealed under an execution key that is not its own", code="tampered", where=str(attempt))
+    status = attempt.comparison()["status"]
+    return "answered" if status in ANSWERS else "other"
+
+
+def _same_request(requested: dict[str, Any], row: dict[str, Any]) -> bool:
+    def measured(request: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in request.items() if key not in _NOT_REQUESTED}
+
+    return measured(requested) == measured(row)
+
+
+def _refused(attempt: Attempt, materialized: dict[str, Any]) -> bool:
+    if materialized["status"] == "refused":
+        return True
+    return any(
+        attempt.has(name := f"readback_{side}.json") and attempt.read(name)["status"] == "refused" for side in SIDES
+    )

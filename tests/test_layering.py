@@ -1,0 +1,154 @@
+"""The shape of the code, read from the syntax tree: who may import whom, lazy imports included."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBXD = sorted((ROOT / "libxd").rglob("*.py"))
+KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
+
+#: what plan, resume, compare and seal reach must work where no torch is
+TORCH_FREE_TOOLS = ("plan", "resume", "compare", "seal")
+HEAVY = {"torch", "transformers", "vllm", "triton", "xdkernels"}
+#: imported by the tools that read tensors only
+NUMPY_FREE_TOOLS = ("plan", "resume", "seal", "materialize")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imports(path: Path) -> set[str]:
+    """Every module a file imports, at any depth, and by importlib.import_module of a literal."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "import_module"
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            found.add(str(node.args[0].value))
+    return found
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def offences(rule_of: dict[str, tuple[str, ...]], files: list[Path]) -> list[str]:
+    """`package -> what its files may not import`, as a list of violations."""
+    found = []
+    for path in files:
+        for package, forbidden in rule_of.items():
+            if not within(module_name(path), package):
+                continue
+            for name in sorted(imports(path)):
+                if any(within(name, other) and not within(name, package) for other in forbidden):
+                    found.append(f"{module_name(path)} imports {name}")
+    return found
+
+
+def test_library_does_not_import_the_tools():
+    library = [path for path in LIBXD if not within(module_name(path), "libxd.cmd")]
+    assert offences({"libxd": ("libxd.cmd",)}, library) == []
+    assert [p for p in library if any(within(name, "libxd.cmd") for name in imports(p))] == []
+
+
+def test_tools_do_not_import_each_other():
+    found = []
+    for path in (ROOT / "libxd" / "cmd").glob("*.py"):
+        others = [name for name in imports(path) if within(name, "libxd.cmd") and name != module_name(path)]
+        if path.name != "__main__.py":
+            found += [f"{path.name}: {name}" for name in others]
+    assert found == []
+
+
+def test_kernels_import_no_libxd():
+    assert [path for path in KERNELS if any(within(name, "libxd") for name in imports(path))] == []
+
+
+def test_runtimes_and_operators_are_reached_by_entry_point_only():
+    found = []
+    for path in LIBXD:
+        for name in imports(path):
+            for kind in ("cpu_smoke", "hf"):
+                package = f"libxd.runtimes.{kind}"
+                if within(name, package) and not within(module_name(path), package):
+                    found.append(f"{module_name(path)} imports {name}")
+            for concrete in ("native", "reference", "smoke_ops"):
+                package = f"libxd.operators.{concrete}"
+                if within(name, package) and not within(module_name(path), package):
+                    found.append(f"{module_name(path)} imports {name}")
+    assert found == []
+
+
+def test_click_stays_in_the_shell():
+    shell = ("libxd.cmd", "libxd.console", "libxd.policy")
+    found = [
+        module_name(path)
+        for path in LIBXD
+        if any(within(name, "click") for name in imports(path))
+        and not any(within(module_name(path), allowed) for allowed in shell)
+    ]
+    assert found == []
+
+
+def test_the_rules_can_fail(tmp_path):
+    """Negative control: the reader of imports sees lazy and indirect ones."""
+    bad = tmp_path / "bad.py"
+    bad.write_text(
+        "def f():\n    from libxd.cmd import plan\n    import importlib\n    importlib.import_module('libxd.runtimes.hf')\n"
+    )
+    assert {"libxd.cmd", "libxd.cmd.plan", "libxd.runtimes.hf"} <= imports(bad)
+
+
+def loaded_modules(tool: str) -> set[str]:
+    code = f"import libxd.cmd.{tool}, sys; print('\\n'.join(m.partition('.')[0] for m in sys.modules))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("tool", ["rollout", "plan", "resume", "materialize", "score", "compare", "seal"])
+def test_no_tool_loads_torch_to_start(tool):
+    assert loaded_modules(tool) & HEAVY == set()
+
+
+@pytest.mark.parametrize("tool", NUMPY_FREE_TOOLS)
+def test_tools_without_arrays_start_without_numpy(tool):
+    assert "numpy" not in loaded_modules(tool)
+
+
+def test_every_package_is_shipped():
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    there = {module_name(path.parent / "__init__.py") for path in LIBXD if path.name == "__init__.py"}
+    assert there == {name for name in listed if within(name, "libxd")}
+    assert {"xdkernels", "xdschemas"} <= listed
+
+
+def test_transformers_is_not_fooled_by_the_kernels_folder():
+    """`kernels/` at the root bears the name of a Hugging Face package; the answer must be the same from anywhere."""
+    pytest.importorskip("transformers")
+    code = "from transformers.utils.import_utils import is_kernels_available as f; print(f())"
+    answers = {
+        place: subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=place).stdout
+        for place in (str(ROOT), "/")
+    }
+    assert answers[str(ROOT)] == answers["/"] == "False\n"
+    assert not (ROOT / "kernels" / "__init__.py").exists()
