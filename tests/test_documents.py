@@ -1,0 +1,87 @@
+"""The documents say what the programs do: pages from --help, the option list, links, names of files."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from libxd.cmd import TOOLS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+
+
+def make_docs():
+    spec = importlib.util.spec_from_file_location("make_docs", ROOT / "dev" / "make_docs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def command(tool: str) -> click.Command:
+    return importlib.import_module(f"libxd.cmd.{tool}").cli
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_page_of_a_tool_is_its_help(tool):
+    path = ROOT / "docs" / "tools" / f"xd-{tool}.md"
+    assert path.read_text() == make_docs().page(tool), "run `make docs`"
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_options_are_the_reviewed_ones(tool):
+    """A new, renamed or dropped option shows up here and is looked at: tests/golden/options.json."""
+    golden = json.loads((ROOT / "tests" / "golden" / "options.json").read_text())
+    found = sorted(
+        "/".join(sorted([*parameter.opts, *parameter.secondary_opts]))
+        for parameter in command(tool).params
+        if isinstance(parameter, click.Option)
+    )
+    assert found == golden[f"xd-{tool}"]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_help_is_complete(tool):
+    """Every option is explained, and two worked examples stand at the foot."""
+    for parameter in command(tool).params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, f"{parameter.name} has no help"
+    examples = [line for line in command(tool).examples.strip().splitlines() if line.strip().startswith("#")]
+    assert len(examples) == 2
+
+
+def test_links_between_documents_lead_somewhere():
+    broken = []
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target and not (page.parent / target).exists():
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert broken == []
+
+
+def test_documented_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    known = set(re.findall(r"^([a-z-]+):", makefile, re.M))
+    named = {
+        name
+        for page in PAGES
+        for line in page.read_text().splitlines()
+        for name in re.findall(r"(?:^\s*|`)make (?:-\S+ )*([a-z][a-z-]*)", line)
+    }
+    assert named - known == set()
+
+
+def test_documented_files_exist():
+    """What the contract table and the design name as a place is a place."""
+    missing = []
+    for page in (ROOT / "docs" / "contract.md", ROOT / "docs" / "design.md"):
+        for name in re.findall(r"`((?:libxd|tests|schemas|dev|kernels|tools|experiments)/[A-Za-z0-9_./-]+)`", page.read_text()):
+            if not (ROOT / name).exists():
+                missing.append(f"{page.name}: {name}")
+    assert missing == []
