@@ -1,0 +1,140 @@
+"""One case's operators: resolved, made, counted, closed. Nothing of a session outlives it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from libxd.errors import Status, XdError
+from libxd.operators.catalog import SemanticOperatorCatalog
+from libxd.operators.descriptor import OperatorDescriptor
+from libxd.rundir import SIDES
+
+
+class Operator:
+    """An operator's instance, as an engine calls it.
+
+    Called with (logits [N, V], ids [N], temperature) or, when `inputs` is "hidden", with (hidden [N, H],
+    weight [V, H], ids [N], temperature); gives float32 [N] logprobs in nats. `calls` counts the calls that returned.
+    `implementation` names what really runs, as module:qualified name.
+    """
+
+    def __init__(self, descriptor: OperatorDescriptor, options: dict[str, Any], function: Callable[..., Any]) -> None:
+        self.backend = descriptor.backend
+        self.version = descriptor.version
+        self.build = descriptor.build
+        self.inputs = descriptor.inputs
+        self.options = options
+        self.calls = 0
+        self.implementation = _implementation(function)
+        self._function = function
+
+    def __call__(self, *operands: Any, temperature: float = 1.0) -> Any:
+        *tensors, ids = operands[: self._arity]
+        if len(operands) > self._arity:
+            (temperature,) = operands[self._arity :]
+        logprobs = self._function(*tensors, ids, temperature)
+        if logprobs.shape != ids.shape or str(logprobs.dtype) != "torch.float32":
+            raise XdError(
+                "an operator must give one float32 logprob a token", status=Status.BUG, code="bad-operator",
+                where=f"operator {self.backend}", found=f"{logprobs.dtype} {list(logprobs.shape)}",
+                expected=f"torch.float32 {list(ids.shape)}",
+            )
+        self.calls += 1
+        return logprobs
+
+    @property
+    def _arity(self) -> int:
+        return 3 if self.inputs == "hidden" else 2
+
+
+def _implementation(function: Callable[..., Any]) -> str:
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+class OperatorSession:
+    """Resolution, instances and provenance of one case. A failed resolution leaves nothing; there is no fallback."""
+
+    def __init__(self, catalog: SemanticOperatorCatalog) -> None:
+        self._catalog = catalog
+        self._bound: dict[str, tuple[OperatorDescriptor, dict[str, Any]]] = {}
+        self._instances: dict[str, Operator] = {}
+        self._closed = False
+
+    def __enter__(self) -> OperatorSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def resolve(self, side: str, binding: dict[str, Any]) -> OperatorDescriptor:
+        """Bind a side: `binding` is a row's {"backend", "options"} or the `operator` record of a materialised side.
+
+        XdError 69 for a backend that the catalog lacks, that does not serve the side, whose options it does not take,
+        or (`stale-operator`) whose version or build is another than the record's.
+        """
+        self._require_open()
+        assert side in SIDES, side
+        descriptor = self._catalog.get(binding.get("operation", "selected_logprob"), binding["backend"])
+        where = f"operator {descriptor.backend}"
+        if side not in descriptor.targets:
+            raise XdError(f"does not serve the {side} side", status=Status.REFUSED, code="wrong-side", where=where)
+        unknown = sorted(set(binding["options"]) - set(descriptor.options))
+        if unknown:
+            raise XdError("does not take these options", status=Status.REFUSED, code="unknown-option", where=where,
+                          found=unknown, expected=list(descriptor.options))
+        for field in ("version", "build"):
+            if field in binding and binding[field] != getattr(descriptor, field):
+                raise XdError(
+                    f"is another {field} than the one materialised", status=Status.REFUSED, code="stale-operator",
+                    where=where, found=getattr(descriptor, field), expected=binding[field],
+                    hint="materialise the row again",
+                )
+        if self._bound.get(side) != (descriptor, binding["options"]):
+            self._instances.pop(side, None)
+        self._bound[side] = (descriptor, dict(binding["options"]))
+        return descriptor
+
+    def instance(self, side: str) -> Operator:
+        """The side's operator, made at the first call. XdError 70 when its factory fails to load."""
+        self._require_open()
+        if side not in self._bound:
+            raise XdError("no operator is bound", status=Status.BUG, code="unbound-operator", where=side)
+        if side not in self._instances:
+            descriptor, options = self._bound[side]
+            function = _factory(descriptor)(side=side, options=dict(options))
+            self._instances[side] = Operator(descriptor, options, function)
+        return self._instances[side]
+
+    def provenance(self) -> dict[str, dict[str, Any]]:
+        """What each bound side used: the operator record, its implementation and calls (null, 0: never made)."""
+        records = {}
+        for side, (descriptor, options) in self._bound.items():
+            instance = self._instances.get(side)
+            records[side] = {
+                **descriptor.record(options),
+                "implementation": instance.implementation if instance else None,
+                "calls": instance.calls if instance else 0,
+            }
+        return records
+
+    def close(self) -> None:
+        """Let go of everything; the session cannot be used afterwards."""
+        self._instances.clear()
+        self._bound.clear()
+        self._closed = True
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise XdError("the operator session is closed", status=Status.BUG, code="closed-session")
+
+
+def _factory(descriptor: OperatorDescriptor) -> Callable[..., Callable[..., Any]]:
+    module, _, name = descriptor.factory.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise XdError(f"the operator's factory cannot be loaded: {error}", status=Status.BUG, code="bad-operator",
+                      where=f"operator {descriptor.backend}", found=descriptor.factory) from error
