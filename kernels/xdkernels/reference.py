@@ -52,9 +52,9 @@ def linear_selected_logprob(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The language-model head and `selected_logprob` in one: the logits are never rounded to the operands' dtype.
 
-    hidden: any floating dtype [N, H]. weight: any floating dtype [V, H]. Both are upcast to float32: products of bfloat16
-    or float16 operands are then exact, and sums are accumulated in float32. (On CUDA the process's float32 matmul
-    precision holds: TF32 rounds float32 operands, and leaves bfloat16 and float16 ones as they are.) The other
+    hidden: any floating dtype [N, H]. weight: any floating dtype [V, H]. Both are upcast to float32: products of
+    bfloat16 or float16 operands are then exact, and sums are accumulated in float32. (On CUDA the process's float32
+    matmul precision holds: TF32 rounds float32 operands, and leaves bfloat16 and float16 ones as they are.) The other
     arguments, the result and the errors are those of `selected_logprob`.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
