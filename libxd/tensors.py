@@ -86,6 +86,13 @@ class TensorFile:
         with contextlib.suppress(BufferError):
             self._map.close()
 
+    def release(self) -> None:
+        """Give the pages touched so far back to the page cache: a pass over a large file stays small in memory.
+
+        Arrays and raw views stay valid; what is touched again is mapped again.
+        """
+        self._map.madvise(mmap.MADV_DONTNEED)
+
     @property
     def names(self) -> list[str]:
         """The tensors' names, in the order of their bytes."""
