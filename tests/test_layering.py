@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 import tomllib
@@ -150,5 +151,7 @@ def test_transformers_is_not_fooled_by_the_kernels_folder():
         place: subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=place).stdout
         for place in (str(ROOT), "/")
     }
-    assert answers[str(ROOT)] == answers["/"] == "False\n"
+    assert answers[str(ROOT)] == answers["/"]
+    if importlib.util.find_spec("kernels.utils") is None:  # the real package is not installed here
+        assert answers["/"] == "False\n"
     assert not (ROOT / "kernels" / "__init__.py").exists()

@@ -1,0 +1,164 @@
+"""The shell around every tool: one line an error, the right status, closed pipes, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from libxd.console import Console
+from libxd.errors import Status, XdError, XdErrors
+
+TOOL = """
+import os, sys, time
+from libxd import console
+from libxd.errors import XdError
+
+@console.command("xd-test", examples='''
+# one
+xd-test a
+# two
+xd-test b
+''')
+@console_argument
+def cli(console, words):
+    '''Print words.'''
+    for word in console.operands(words, "words"):
+        with console.guard(word):
+            if word.startswith("fail-"):
+                raise XdError("refused to", status=int(word[5:]), path="/a/b", hint="do another thing")
+            if word == "bug":
+                raise KeyError("oops")
+            if word == "wait":
+                print("waiting", flush=True)
+                time.sleep(60)
+            console.emit(word)
+
+console.entry(cli)()
+""".replace("@console_argument", "@__import__('click').argument('words', nargs=-1)")
+
+
+@pytest.fixture
+def tool(tmp_path):
+    path = tmp_path / "tool.py"
+    path.write_text(TOOL)
+
+    def run(*words, stdin="", env=None, **options):
+        return subprocess.run(
+            [sys.executable, "-P", path, *words], input=stdin, capture_output=True, text=True,
+            env={**os.environ, **(env or {})}, **options,
+        )  # fmt: skip
+
+    run.path = path
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (["a"], 0),
+        (["fail-69", "a"], 69),
+        (["fail-69", "fail-65", "fail-73"], 65),
+        (["fail-73", "fail-69"], 73),
+        (["bug", "a"], 70),
+        (["--no-such-option"], 2),
+    ],
+)
+def test_statuses(tool, words, status):
+    done = tool(*words)
+    assert done.returncode == status
+    assert done.stdout == "a\n" * ("a" in words)
+    assert "Traceback" not in done.stderr
+    failing = [word for word in words if word != "a"]
+    assert len(done.stderr.splitlines()) == len(failing)
+
+
+def test_the_line_says_who_where_what_and_what_next(tool):
+    assert tool("fail-65").stderr == "xd-test: fail-65#/a/b: refused to (do another thing)\n"
+
+
+def test_log_json_is_one_object_a_line(tool):
+    done = tool("--log-json", "fail-65", "bug")
+    first, second = map(json.loads, done.stderr.splitlines())
+    assert (first["code"], first["path"], first["message"], first["hint"]) == (
+        "invalid", "/a/b", "refused to", "do another thing",
+    )  # fmt: skip
+    assert (second["code"], second["status"]) == ("bug", 70)
+    assert json.loads(tool("--log-json", "--bad").stderr)["status"] == 2
+
+
+def test_debug_shows_the_traceback(tool):
+    assert "KeyError: 'oops'" in tool("bug", env={"XD_DEBUG": "1"}).stderr
+
+
+def test_stdin_streams(tool):
+    process = subprocess.Popen(
+        [sys.executable, "-P", tool.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    for word in ("one", "two"):
+        process.stdin.write(word + "\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == word + "\n"  # before the next is sent
+    process.stdin.close()
+    assert process.wait() == 0
+
+
+def test_a_closed_pipe_is_no_traceback(tool):
+    done = subprocess.run(
+        f"yes | {sys.executable} -P {tool.path} | head -n 1; echo ${{PIPESTATUS[1]}}",
+        shell=True, executable="/bin/bash", capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout == "y\n141\n"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals(tool, number):
+    process = subprocess.Popen([sys.executable, "-P", tool.path, "wait"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == b"waiting\n"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert err == b""
+
+
+def test_completion_for_the_shell(tool):
+    done = tool(env={"_XD_TEST_COMPLETE": "bash_source"})
+    assert done.returncode == 0 and "_xd_test_completion" in done.stdout
+
+
+def test_a_failed_import_is_a_bug_not_a_no(tmp_path):
+    """Status 1 only ever means "no": a broken installation is 70."""
+    (tmp_path / "blake3.py").write_text("raise ImportError('broken')\n")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "libxd.cmd", "plan"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 70
+    assert done.stderr.startswith("xd-plan: cannot be imported:") and len(done.stderr.splitlines()) == 1
+
+
+def test_status_is_the_first_failure_other_than_69():
+    console = Console("t", quiet=True)
+    assert console.status == 0
+    console.error(XdError("x", status=Status.REFUSED))
+    assert console.status == 69
+    console.answer_no()
+    assert console.status == 69
+    console.error(XdErrors([XdError("x", status=Status.MISSING), XdError("y")]))
+    console.error(XdError("x", status=Status.INVALID))
+    assert console.status == 66
+
+
+def test_an_error_survives_the_way_from_a_child():
+    error = XdError("m", status=Status.RETRY, code="c", where="w", path="/p", found=[1], expected="e", hint="h")
+    again = XdError.from_record(json.loads(json.dumps(error.record())))
+    assert again.line() == error.line() and again.status == Status.RETRY
+
+
+def test_a_message_is_one_line_whatever_it_holds():
+    assert "\n" not in XdError("a\nb", where="x\ny", found="1\n2", hint="h\nh").line()

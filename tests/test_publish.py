@@ -1,0 +1,103 @@
+"""A file appears whole or not at all, and is never replaced."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from libxd import publish
+from libxd.errors import Status, XdError
+
+
+def test_written_then_identical_then_different(tmp_path):
+    path = tmp_path / "x.json"
+    assert publish.publish(path, b"one") is True
+    inode = path.stat().st_ino
+    assert publish.publish(path, [b"o", b"ne"]) is False
+    with pytest.raises(XdError) as caught:
+        publish.publish(path, b"two")
+    assert (caught.value.status, caught.value.code) == (Status.CONFLICT, "output-differs")
+    assert (path.read_bytes(), path.stat().st_ino) == (b"one", inode)
+    assert os.listdir(tmp_path) == ["x.json"]
+
+
+def test_same_length_and_prefix_do_not_pass_for_identical(tmp_path):
+    path = tmp_path / "x"
+    publish.publish(path, b"abc")
+    for other in (b"abd", b"ab", b"abcd", b""):
+        with pytest.raises(XdError):
+            publish.publish(path, other)
+
+
+def test_nothing_stays_behind_when_the_data_fails(tmp_path):
+    def chunks():
+        yield b"half"
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError):
+        publish.publish(tmp_path / "x", chunks())
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_mode_is_the_umasks(tmp_path):
+    code = f"import os; os.umask(0o027); from libxd import publish; publish.publish({str(tmp_path / 'x')!r}, b'1')"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
+    assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o640
+
+
+def test_a_symlink_is_neither_followed_nor_replaced(tmp_path):
+    target = tmp_path / "elsewhere"
+    target.write_bytes(b"same")
+    (tmp_path / "x").symlink_to(target)
+    with pytest.raises(XdError):
+        publish.publish(tmp_path / "x", b"same")
+    assert target.read_bytes() == b"same" and (tmp_path / "x").is_symlink()
+
+
+def test_a_missing_directory_is_one_line(tmp_path):
+    with pytest.raises(XdError) as caught:
+        publish.publish(tmp_path / "none" / "x", b"1")
+    assert caught.value.code == "cannot-write"
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
+    """RLIMIT_FSIZE makes write fail as a full disk does (EFBIG), in a process of its own."""
+    code = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "from libxd import publish\n"
+        "from libxd.errors import XdError\n"
+        "try:\n"
+        f"    publish.publish({str(tmp_path / 'x')!r}, b'0' * 5000)\n"
+        "except XdError as error:\n"
+        "    print(int(error.status), error.code)\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "73 cannot-write\n"
+    assert os.listdir(tmp_path) == []
+
+
+def test_of_many_writers_one_wins_and_none_is_lost(tmp_path):
+    path = tmp_path / "x"
+    results: list[str] = []
+
+    def write(number: int) -> None:
+        try:
+            results.append(f"{publish.publish(path, b'%d' % (number % 2))}")
+        except XdError as error:
+            results.append(error.code)
+
+    threads = [threading.Thread(target=write, args=(n,)) for n in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results.count("True") == 1
+    assert results.count("output-differs") == 8
+    assert results.count("False") == 7
