@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import rfc8785
@@ -20,6 +20,15 @@ def dumps(value: Any) -> bytes:
         return rfc8785.dumps(value)
     except rfc8785.CanonicalizationError as error:
         raise XdError(f"not canonical JSON: {error}", code="not-canonical") from error
+
+
+def join(members: Mapping[str, bytes]) -> bytes:
+    """RFC 8785 bytes of an object whose members' values are canonical bytes already.
+
+    The same bytes as `dumps` of the whole, without going through a member that many objects share again.
+    """
+    names = sorted(members, key=lambda name: name.encode("utf-16-be"))  # RFC 8785 section 3.2.3: by UTF-16 code units
+    return b"{" + b",".join(dumps(name) + b":" + members[name] for name in names) + b"}"
 
 
 def digest(value: Any) -> str:

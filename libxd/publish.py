@@ -71,6 +71,22 @@ def commit(file: BinaryIO, path: Path) -> bool:
     return True
 
 
+def point(link: Path, target: Path) -> None:
+    """Make `link` a relative symlink to `target`, in one step whatever it pointed at. XdError 73: a file stands there."""
+    if os.path.lexists(link) and not link.is_symlink():
+        raise XdError("is a file of its own, not a link, and was kept", status=Status.CONFLICT, code="output-differs",
+                      where=str(link), hint="move it away")
+    name = link.parent / f"{TEMPORARY_PREFIX}{link.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    with _system_errors(link):
+        try:
+            os.symlink(os.path.relpath(target, link.parent), name)
+            os.replace(name, link)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+        sync_directory(link.parent)
+
+
 def sync_directory(path: Path) -> None:
     """Make a directory's entries durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

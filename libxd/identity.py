@@ -1,0 +1,250 @@
+"""Identity: what a case pins, what each scorer must have held, and what was not so.
+
+A comparison means something only when both sides scored the same tokens with the same weights in the same state. What a
+scorer observed is judged here before any number is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from libxd import canon, resolution
+from libxd.errors import XdError
+from libxd.resolution import SEQUENCE_DIGESTS
+from libxd.rundir import SIDES
+from libxd.strictjson import pointer_to
+
+_SCHEMA_VERSION = "xd.identity.v1"
+_DTYPE_KNOB = {"rollout": "rollout.dtype", "training": "training.compute_dtype"}
+#: what a cache policy lets a scorer be seen doing
+_CACHE_USES = {"kv_cache": ("kv_cache",), "forbidden": ("none",), "allowed": ("kv_cache", "none")}
+_SCORED = ("token_ids", "active_mask", "cu_seqlens")  # what a score file holds of the sequences
+
+
+def pinned(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a resolved identity a case digest covers: each digest, not what the digest stands for.
+
+    So a case planned from declared digests is the same case as one planned with the files at hand.
+    """
+    checkpoint, tokenizer, sequences = (identity[part] for part in ("checkpoint", "tokenizer", "sequences"))
+    return {
+        "checkpoint": {name: checkpoint[name] for name in ("digest", "synthetic")},
+        "tokenizer": {name: tokenizer[name] for name in ("id", "policy", "digest")},
+        "sequences": {name: sequences[name] for name in ("digest", "packing")},
+        **{name: identity[name] for name in ("semantics", "rollout_mode", "cache_policy", "model_state", "model")},
+    }
+
+
+def recomputed(identity: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(part, digest) for every digest that can be computed from what the identity lists beside it."""
+    checkpoint, sequences = identity["checkpoint"], identity["sequences"]
+    if checkpoint["synthetic"] is not None:
+        yield "checkpoint", canon.digest(checkpoint["synthetic"])
+    for part in ("checkpoint", "tokenizer"):
+        if identity[part]["files"]:
+            yield part, canon.digest(identity[part]["files"])
+    if all(sequences[name] for name in SEQUENCE_DIGESTS):
+        yield "sequences", canon.digest({name: sequences[name] for name in (*SEQUENCE_DIGESTS, "packing")})
+
+
+# -- what a scorer must have held
+
+
+def expected(row: Mapping[str, Any], sides: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The identity.json value of a row; `sides` is that of its materialized.json.
+
+    The checkpoint is cast to each side's dtype and digested, a parameter at a time. XdError 65 when its files are not
+    those that the row was planned with.
+    """
+    return {
+        "schema_version": _SCHEMA_VERSION,
+        "case_id": row["case_id"],
+        **row["identity"],
+        "weights": {side: _weights(row, side, sides[side]) for side in SIDES},
+    }
+
+
+def _weights(row: Mapping[str, Any], side: str, plan: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Dtype, root digest and parameter digests of a side; None when there is nothing to compute them from."""
+    knob = _DTYPE_KNOB[side]
+    planned = next((record["materialized"] for record in plan["knobs"] if record["knob"] == knob), None)
+    dtype = planned or row["values"][knob]
+    checkpoint, location = row["identity"]["checkpoint"], row["locations"]["checkpoint"]
+    if checkpoint["synthetic"] is not None:
+        parameters = _synthetic_parameters(plan["runtime"], canon.dumps(checkpoint["synthetic"]), dtype)
+    elif location is not None:
+        parameters = _file_parameters(location, checkpoint["digest"], dtype)
+    else:
+        return None
+    if parameters is None:
+        return None
+    return {"dtype": dtype, "digest": canon.digest(parameters), "parameters": parameters}
+
+
+@cache
+def _file_parameters(location: str, digest: str, dtype: str) -> dict[str, str]:
+    from libxd import checkpoint
+
+    _check_unchanged(location, digest)
+    return checkpoint.parameter_digests(location, dtype)
+
+
+@cache
+def _check_unchanged(location: str, digest: str) -> None:
+    found = canon.digest(resolution.checkpoint_files(location))
+    if found != digest:
+        raise XdError("the checkpoint has changed since planning", code="digest-differs", where=location, found=found,
+                      expected=digest, hint="put the planned files back, or plan again")
+
+
+@cache
+def _synthetic_parameters(runtime: str, synthetic: bytes, dtype: str) -> dict[str, str] | None:
+    """A runtime that makes synthetic models says what they hold; another one has none to score."""
+    from libxd import strictjson
+    from libxd.runtimes import registry
+
+    digests = getattr(registry.load(runtime), "synthetic_parameters", None)
+    return digests(strictjson.loads(synthetic, runtime), dtype) if digests else None
+
+
+# -- what was not so
+
+
+def violations(
+    identity: Mapping[str, Any],
+    readbacks: Mapping[str, Mapping[str, Any]],
+    scores: Mapping[str, Mapping[str, Any]],
+    strict: bool,
+) -> list[dict[str, Any]]:
+    """Where a scorer's observed identity is not the case's: [] when the numbers may be looked at.
+
+    identity: identity.json. readbacks: side -> readback_<side>.json. scores: side -> the score file's `metadata` and the
+    digests of its token_ids, active_mask and cu_seqlens. An entry names code, side, the place (file#/pointer), and the
+    expected and observed JSON scalar. What was not observed is refused in strict mode; otherwise it counts as declared
+    when the identity pins it.
+    """
+    return [
+        {"code": code, "side": side, "path": path, "expected": wanted, "observed": seen}
+        for side in SIDES
+        for code, path, wanted, seen in _Judge(identity, side, readbacks[side], scores[side], strict).violations()
+    ]
+
+
+#: code, path, expected, observed
+Violation = tuple[str, str, Any, Any]
+
+
+class _Judge:
+    """One side's evidence beside the identity."""
+
+    def __init__(
+        self, identity: Mapping[str, Any], side: str, readback: Mapping[str, Any], score: Mapping[str, Any], strict: bool
+    ) -> None:
+        self.identity = identity
+        self.side = side
+        self.readback = readback
+        self.observed = readback["observed"]
+        self.score = score
+        self.strict = strict
+        self.mode = identity["rollout_mode"] if side == "rollout" else "teacher_forced"
+        self.weights = identity["weights"][side]
+
+    def violations(self) -> Iterator[Violation]:
+        sequences = self.identity["sequences"]
+        for name in SEQUENCE_DIGESTS:
+            yield from self._same(name, sequences[name])
+        yield from self._held_weights()
+        yield from self._kept_weights()
+        yield from self._same("mode_before", "eval")
+        yield from self._same("mode_after", self.observed["mode_before"] or "eval", "mode-changed")
+        yield from self._same("optimizer", False)
+        yield from self._cache()
+        yield from self._same("scoring_mode", self.mode)
+        yield from self._semantics()
+        yield from self._same("model_state", self.identity["model_state"])
+        yield from self._score_file()
+
+    def _place(self, *names: str) -> str:
+        pointer = ""
+        for name in names:
+            pointer = pointer_to(pointer, name)
+        return f"readback_{self.side}.json#{pointer}"
+
+    def _unseen(self, name: str, wanted: Any) -> Iterator[Violation]:
+        """Nothing was observed: refused when strict, or when there is no declaration to fall back on."""
+        if self.strict or wanted is None:
+            yield "unobservable", self._place("observed", name), wanted, None
+
+    def _same(self, name: str, wanted: Any, code: str = "") -> Iterator[Violation]:
+        seen = self.observed[name]
+        if seen is None:
+            yield from self._unseen(name, wanted)
+        elif wanted is None:
+            yield "unpinned", self._place("observed", name), None, seen
+        elif seen != wanted:
+            yield code or name.replace("_", "-"), self._place("observed", name), wanted, seen
+
+    def _held_weights(self) -> Iterator[Violation]:
+        """The weights before scoring; the first wrong parameter is named."""
+        wanted, seen, parameters = self.weights, self.observed["weights_before"], self.readback["parameters"]
+        if wanted is None or seen is None:
+            yield from self._same("weights_before", wanted and wanted["digest"])
+            return
+        yield from self._same("weights_dtype", wanted["dtype"])
+        wrong = _first_difference(wanted["parameters"], parameters)
+        if wrong is not None:
+            yield "weights", self._place("parameters", wrong), wanted["parameters"].get(wrong), parameters.get(wrong)
+        elif seen != wanted["digest"]:
+            yield "weights", self._place("observed", "weights_before"), wanted["digest"], seen
+
+    def _kept_weights(self) -> Iterator[Violation]:
+        """The weights after scoring against those before; the first changed parameter is named."""
+        before, after = self.observed["weights_before"], self.observed["weights_after"]
+        changed = self.readback["changed_parameters"]
+        if changed:
+            name = min(changed)
+            held = self.readback["parameters"].get(name)
+            yield "weights-changed", self._place("changed_parameters", name), held, changed[name]
+        else:
+            yield from self._same("weights_after", before or (self.weights and self.weights["digest"]), "weights-changed")
+
+    def _cache(self) -> Iterator[Violation]:
+        policy, seen = self.identity["cache_policy"][self.side], self.observed["cache"]
+        if seen is None:
+            yield from self._unseen("cache", policy)
+        elif seen not in _CACHE_USES[policy]:
+            yield "cache", self._place("observed", "cache"), policy, seen
+
+    def _semantics(self) -> Iterator[Violation]:
+        wanted, seen = self.identity["semantics"], self.observed["semantics"]
+        if seen is None:
+            yield from self._unseen("semantics", "declared")
+        else:
+            yield from self._differing("semantics", self._place("observed", "semantics"), wanted, seen)
+
+    def _score_file(self) -> Iterator[Violation]:
+        """The score file must speak of the same scoring as the readback, and hold the frozen tokens themselves."""
+        file, metadata = f"score_{self.side}.safetensors", self.score["metadata"]
+        yield from self._differing("semantics", f"{file}#/xd/semantics", self.identity["semantics"], metadata["semantics"])
+        if metadata["mode"] != self.mode:
+            yield "scoring-mode", f"{file}#/xd/mode", self.mode, metadata["mode"]
+        yield from self._differing("score-file", f"{file}#/xd/observed", self.observed, metadata["observed"])
+        for name in _SCORED:
+            wanted = self.identity["sequences"][name]
+            if name in self.score and self.score[name] != wanted:
+                yield name.replace("_", "-"), f"{file}#/{name}", wanted, self.score[name]
+
+    def _differing(self, code: str, path: str, wanted: Any, seen: Any) -> Iterator[Violation]:
+        """The leaves in which two JSON values differ."""
+        if isinstance(wanted, Mapping) and isinstance(seen, Mapping):
+            for name in sorted(wanted.keys() | seen.keys()):
+                yield from self._differing(code, pointer_to(path, name), wanted.get(name), seen.get(name))
+        elif wanted != seen:
+            yield code, path, wanted, seen
+
+
+def _first_difference(wanted: Mapping[str, str], seen: Mapping[str, str]) -> str | None:
+    """The first name, in order, whose digests differ or that stands on one side only."""
+    return next((name for name in sorted(wanted.keys() | seen.keys()) if wanted.get(name) != seen.get(name)), None)

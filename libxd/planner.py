@@ -1,0 +1,209 @@
+"""Experiment -> plan rows: the baseline and its declared variations, never a Cartesian product.
+
+A plan is all its rows in order: the baseline, its repeats, then the cases. The case digest depends on nothing that a
+run shows; a repeat is the same case once more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from libxd import canon, identity, knobs, publish, schema, strictjson, topology
+from libxd.contract import looser
+from libxd.errors import Status, XdError, XdErrors
+from libxd.experiment import Experiment, Intervention
+from libxd.rundir import RunDirectory
+
+if TYPE_CHECKING:
+    from libxd.console import Console
+
+_SCHEMA_VERSION = "xd.plan_row.v1"
+#: parts of a row that its case digest covers as they are; the identity enters pinned, the scenario with its id
+_HASHED = ("values", "operators", "contract")
+_DTYPE_KNOBS = ("rollout.dtype", "training.compute_dtype")
+
+
+def rows(experiment: Experiment, repeats: int = 0, submission: str = "canonical") -> list[dict[str, Any]]:
+    """The plan: baseline, `repeats` repeats of it submitted in that order, then one row a case."""
+    shared = {
+        "schema_version": _SCHEMA_VERSION,
+        "experiment_id": experiment.experiment_id,
+        "scenario_id": experiment.scenario_id,
+        "scenario": experiment.scenario,
+        "strategy": experiment.strategy,
+        "contract": {
+            "source": experiment.contract.source,
+            "version": experiment.contract.version,
+            "digest": experiment.contract.digest,
+            "dtype": looser(*(experiment.baseline[knob] for knob in _DTYPE_KNOBS)),
+        },
+        "identity": experiment.resolution.identity,
+        "locations": experiment.resolution.locations,
+        "strict_fallback": experiment.strict_fallback,
+        "executable": not experiment.resolution.missing,
+        "missing": experiment.resolution.missing,
+    }
+    pinned = canon.dumps(identity.pinned(shared["identity"]))
+    contract, scenario = canon.dumps(shared["contract"]), canon.dumps(_scenario(shared))
+
+    def case(changes: Sequence[tuple[Intervention, Any]]) -> dict[str, Any]:
+        values = experiment.baseline | {item.path: value for item, value in changes}
+        operators = experiment.operators or _both_sides(values["logp.backend"])
+        digest = canon.digest_bytes(canon.join({
+            "values": canon.dumps(values), "operators": canon.dumps(operators), "contract": contract,
+            "identity": pinned, "scenario": scenario}))  # fmt: skip
+        return shared | {
+            "case_id": f"c-{digest[:16]}",
+            "case_digest": digest,
+            "repeat": 0,
+            "submission": "canonical",
+            "intervention": [
+                {"path": item.path, "value": value, "allow_fallback": item.allow_fallback} for item, value in changes
+            ],
+            "values": values,
+            "operators": operators,
+            "derived": topology.derived(values, shared["identity"]["model"]),
+        }
+
+    baseline = case(())
+    again = [baseline | {"repeat": number, "submission": submission} for number in range(1, repeats + 1)]
+    return [baseline, *again, *(case(changes) for changes in _variations(experiment))]
+
+
+def _variations(experiment: Experiment) -> Iterator[tuple[tuple[Intervention, Any], ...]]:
+    """What each case changes; the config has been held to the cap already."""
+    if experiment.strategy == "one_at_a_time":
+        for item in experiment.interventions:
+            yield from (((item, value),) for value in item.values)
+        return
+    by_path = {item.path: item for item in experiment.interventions}
+    for first, second in ((by_path[a], by_path[b]) for a, b in experiment.pairs):
+        yield from (((first, a), (second, b)) for a, b in product(first.values, second.values))
+
+
+def _both_sides(backend: str) -> dict[str, Any]:
+    return {"selected_logprob": {side: {"backend": backend, "options": {}} for side in knobs.BOTH}}
+
+
+def _scenario(row: dict[str, Any]) -> dict[str, str]:
+    return {"id": row["scenario_id"], **row["scenario"]}
+
+
+def case_digest(row: dict[str, Any]) -> str:
+    """The digest that a row's content gives."""
+    hashed = {name: row[name] for name in _HASHED}
+    return canon.digest(hashed | {"identity": identity.pinned(row["identity"]), "scenario": _scenario(row)})
+
+
+def encode(plan: Sequence[dict[str, Any]]) -> Iterator[bytes]:
+    """Each row's canonical bytes, checked against the schema. Parts that rows share are made canonical once."""
+    known: dict[int, bytes] = {}  # by object identity: `plan` keeps every part alive
+    for row in plan:
+        schema.validate("plan_row", row, row["case_id"])
+        members = {}
+        for name, part in row.items():
+            if isinstance(part, (dict, list)):
+                if id(part) not in known:
+                    known[id(part)] = canon.dumps(part)
+                members[name] = known[id(part)]
+            else:
+                members[name] = canon.dumps(part)
+        yield canon.join(members)
+
+
+def requested(row: dict[str, Any], side: str, knob: str) -> Any:
+    """What a side is asked to use for a knob: its value, or the backend its operator binding overrides it with."""
+    if knob == "logp.backend":
+        return row["operators"]["selected_logprob"][side]["backend"]
+    return row["values"][knob]
+
+
+def lines(console: Console, files: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(place, line) of the rows in files, or on stdin, as they come. A file that cannot be read is reported."""
+    if not files or tuple(files) == ("-",):
+        for number, line in enumerate(console.operands((), "plan rows"), 1):
+            yield f"stdin:{number}", line
+        return
+    for name in files:
+        with console.guard(name):
+            yield from _file_lines(name)
+
+
+def _file_lines(name: str) -> Iterator[tuple[str, str]]:
+    try:
+        with open(name, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"{name}:{number}", line.rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise XdError("not UTF-8", code="not-utf8", where=name) from error
+    except OSError as error:
+        raise XdError(f"cannot be read: {error.strerror}", status=Status.MISSING, code="missing", where=name) from error
+
+
+def read_row(line: str | bytes, where: str) -> dict[str, Any]:
+    """One plan row, whole: strict JSON, its schema, and no part that contradicts another. XdErrors with all flaws."""
+    row = schema.validate("plan_row", strictjson.loads(line, where), where)
+    issues = list(_contradictions(row, where))
+    if issues:
+        raise XdErrors(issues)
+    return row
+
+
+def _contradictions(row: dict[str, Any], where: str) -> Iterator[XdError]:
+    def differs(path: str, found: Any, expected: Any) -> Iterator[XdError]:
+        if found != expected or type(found) is not type(expected):
+            yield XdError("contradicts the rest of the row", code="forged-row", where=where, path=path, found=found,
+                          expected=expected, hint="plan the experiment again; rows are not edited")
+
+    for knob, value in row["values"].items():
+        try:
+            yield from differs(f"/values/{knob}", value, knobs.normalise(knob, value, where, f"/values/{knob}"))
+        except XdError as error:
+            yield error
+            return
+    for place, change in enumerate(row["intervention"]):
+        yield from differs(f"/intervention/{place}/value", change["value"], row["values"][change["path"]])
+        if change["path"] == "logp.backend":
+            yield from differs("/operators", row["operators"], _both_sides(change["value"]))
+    changed = [change["path"] for change in row["intervention"]]
+    yield from differs("/intervention", len(set(changed)), len(changed))
+    if len(changed) > (1 if row["strategy"] == "one_at_a_time" else 2) or (changed and row["repeat"]):
+        yield from differs("/intervention", changed, [])
+    if not set(changed) & set(_DTYPE_KNOBS):  # a case judged by the ruler of a baseline with the same dtypes
+        dtype = looser(*(row["values"][knob] for knob in _DTYPE_KNOBS))
+        yield from differs("/contract/dtype", row["contract"]["dtype"], dtype)
+    yield from differs("/repeat", row["repeat"], int(row["repeat"]))
+    if not row["repeat"]:
+        yield from differs("/submission", row["submission"], "canonical")
+    yield from differs("/executable", row["executable"], not row["missing"])
+    yield from differs("/derived", row["derived"], topology.derived(row["values"], row["identity"]["model"]))
+    for part, digest in identity.recomputed(row["identity"]):
+        yield from differs(f"/identity/{part}/digest", row["identity"][part]["digest"], digest)
+    digest = case_digest(row)
+    yield from differs("/case_digest", row["case_digest"], digest)
+    yield from differs("/case_id", row["case_id"], f"c-{digest[:16]}")
+
+
+def publish_plan(runs: str | os.PathLike[str], experiment: Experiment, encoded: Sequence[bytes]) -> Path:
+    """Put a plan into the run directory and point experiment.json and plan.jsonl at it. Returns the plan's directory.
+
+    Its name is the digest of both files, so a plan that exists is never written over and a changed one is beside it.
+    """
+    run = RunDirectory(runs, experiment.experiment_id)
+    config = schema.validate("experiment_config", experiment.as_json(), experiment.experiment_id)
+    files = {"experiment.json": canon.dumps(config) + b"\n", "plan.jsonl": b"".join(line + b"\n" for line in encoded)}
+    digest = canon.digest({name: canon.digest_bytes(data) for name, data in files.items()})
+    directory = run.path / "plans" / digest
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise publish.cannot_write(directory, error) from error
+    for name, data in files.items():
+        publish.publish(directory / name, data)
+        publish.point(run.path / name, directory / name)
+    return directory
