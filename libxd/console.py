@@ -131,8 +131,13 @@ def stdin_lines() -> Iterator[str]:
 def bug(error: BaseException, where: str = "") -> XdError:
     """What xd did not foresee, as one line with status 70."""
     detail = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return XdError(f"a bug in xd or a broken installation: {detail}", status=Status.BUG, code="bug", where=where,
-                   hint="XD_DEBUG=1 shows the traceback")
+    return XdError(
+        f"a bug in xd or a broken installation: {detail}",
+        status=Status.BUG,
+        code="bug",
+        where=where,
+        hint="XD_DEBUG=1 shows the traceback",
+    )
 
 
 def options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -215,8 +220,11 @@ def _run(tool: click.Command) -> int:
     except _Terminated as error:
         return 128 + error.signum
     except click.UsageError as error:
-        _report(context, tool, XdError(error.format_message(), status=Status.USAGE, code="usage",
-                                       hint=f"see {tool.name} --help"))
+        _report(
+            context,
+            tool,
+            XdError(error.format_message(), status=Status.USAGE, code="usage", hint=f"see {tool.name} --help"),
+        )
         return Status.USAGE
     except click.ClickException as error:
         _report(context, tool, XdError(error.format_message(), status=Status.MISSING, code="missing"))
@@ -226,8 +234,9 @@ def _run(tool: click.Command) -> int:
         return _status_of(context) or error.status
     except OSError as error:
         where = str(error.filename or "")
-        _report(context, tool, XdError(str(error.strerror or error), status=Status.CONFLICT, code="os-error",
-                                       where=where))
+        _report(
+            context, tool, XdError(str(error.strerror or error), status=Status.CONFLICT, code="os-error", where=where)
+        )
         return _status_of(context) or Status.CONFLICT
     except Exception as error:
         failure = bug(error)

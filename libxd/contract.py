@@ -53,12 +53,24 @@ def sources() -> list[str]:
 def lookup(source: str, version: str, where: str = "", path: str = "") -> Contract:
     """The contract of a source; version "current" is its newest. XdError for one that does not exist."""
     if source not in sources():
-        raise XdError("unknown numerical contract", code="unknown-contract", where=where, path=f"{path}/contract_source",
-                      found=source, expected=" or ".join(sources()))
+        raise XdError(
+            "unknown numerical contract",
+            code="unknown-contract",
+            where=where,
+            path=f"{path}/contract_source",
+            found=source,
+            expected=" or ".join(sources()),
+        )
     found = _load(source)
     if version not in ("current", found.version):
-        raise XdError("unknown version of a numerical contract", code="unknown-contract", where=where,
-                      path=f"{path}/contract_version", found=version, expected=f"current or {found.version}")
+        raise XdError(
+            "unknown version of a numerical contract",
+            code="unknown-contract",
+            where=where,
+            path=f"{path}/contract_version",
+            found=version,
+            expected=f"current or {found.version}",
+        )
     return found
 
 
@@ -66,7 +78,13 @@ def from_row(binding: dict[str, str], where: str) -> Contract:
     """The contract a plan row was bound to; refused when the file in this installation is another one."""
     found = lookup(binding["source"], binding["version"], where, "/contract")
     if found.digest != binding["digest"]:
-        raise XdError("the numerical contract has changed since planning", code="contract-changed", where=where,
-                      path="/contract/digest", found=binding["digest"], expected=found.digest,
-                      hint="plan the experiment again")
+        raise XdError(
+            "the numerical contract has changed since planning",
+            code="contract-changed",
+            where=where,
+            path="/contract/digest",
+            found=binding["digest"],
+            expected=found.digest,
+            hint="plan the experiment again",
+        )
     return found

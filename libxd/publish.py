@@ -64,7 +64,9 @@ def commit(file: BinaryIO, path: Path) -> bool:
             return False
         raise XdError(
             "the output exists with other content and was kept",
-            status=Status.CONFLICT, code="output-differs", where=str(path),
+            status=Status.CONFLICT,
+            code="output-differs",
+            where=str(path),
             hint="two runs that should agree did not; compare them, or take a new attempt",
         ) from None
     sync_directory(path.parent)
@@ -74,8 +76,13 @@ def commit(file: BinaryIO, path: Path) -> bool:
 def point(link: Path, target: Path) -> None:
     """Make `link` a relative symlink to `target`, in one step whatever it pointed at. XdError 73: a file stands there."""
     if os.path.lexists(link) and not link.is_symlink():
-        raise XdError("is a file of its own, not a link, and was kept", status=Status.CONFLICT, code="output-differs",
-                      where=str(link), hint="move it away")
+        raise XdError(
+            "is a file of its own, not a link, and was kept",
+            status=Status.CONFLICT,
+            code="output-differs",
+            where=str(link),
+            hint="move it away",
+        )
     name = link.parent / f"{TEMPORARY_PREFIX}{link.name}-{os.getpid()}-{secrets.token_hex(4)}"
     with _system_errors(link):
         try:
@@ -124,6 +131,9 @@ def _system_errors(path: Path) -> Iterator[None]:
 def cannot_write(path: str | os.PathLike[str], error: OSError) -> XdError:
     """The XdError for a failed write: 73 (sysexits' EX_CANTCREAT), nothing half written stays behind."""
     return XdError(
-        f"cannot be written: {error.strerror or error}", status=Status.CONFLICT, code="cannot-write", where=str(path),
+        f"cannot be written: {error.strerror or error}",
+        status=Status.CONFLICT,
+        code="cannot-write",
+        where=str(path),
         hint="make the place writable and run the same command again",
     )

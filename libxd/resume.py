@@ -1,8 +1,9 @@
 """Which plan rows a sealed attempt answers already, which were refused, and which are still to be done.
 
-An answer is a sealed attempt, untampered, whose request is the row and whose execution key is the one that the row would
-get now: same case, repeat, materialisation, scorers, operators and environments. An INVALID_* verdict is no answer. The
-newest valid one counts; partial, malformed and tampered attempts are passed over, so an older valid one still counts.
+An answer is a sealed attempt, untampered, whose request is the row and whose execution key is the one that the row
+would get now: same case, repeat, materialisation, scorers, operators and environments. An INVALID_* verdict is no
+answer. The newest valid one counts; partial, malformed and tampered attempts are passed over, so an older valid one
+still counts.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def outcome(row: dict[str, Any], run: RunDirectory, materialized: dict[str, Any]
 
 
 def _state(attempt: Attempt, row: dict[str, Any], materialized: dict[str, Any] | None) -> str:
-    """"answered", "refused" or "other"; XdError for an attempt that cannot be trusted."""
+    """ "answered", "refused" or "other"; XdError for an attempt that cannot be trusted."""
     if not attempt.has("materialized.json"):
         return "other"  # somebody is at work, or was killed
     if not _same_request(attempt.requested(), row):

@@ -96,8 +96,12 @@ class Attempt:
         value = schema.validate(_SCHEMAS[name], strictjson.load(path), str(path))
         if value.get("case_id") != self.case_id:
             raise XdError(
-                "belongs to another case", code="foreign-file", where=str(path), path="/case_id",
-                found=value.get("case_id"), expected=self.case_id,
+                "belongs to another case",
+                code="foreign-file",
+                where=str(path),
+                path="/case_id",
+                found=value.get("case_id"),
+                expected=self.case_id,
             )
         return value
 
@@ -125,8 +129,11 @@ class Attempt:
         """XdError 73 when a file would be added to a sealed attempt."""
         if self.sealed and not self.has(name):
             raise XdError(
-                f"the attempt is sealed and would grow by {name}", status=Status.CONFLICT, code="sealed",
-                where=str(self.path), hint="take a new attempt",
+                f"the attempt is sealed and would grow by {name}",
+                status=Status.CONFLICT,
+                code="sealed",
+                where=str(self.path),
+                hint="take a new attempt",
             )
 
 
@@ -135,8 +142,13 @@ class RunDirectory:
 
     def __init__(self, root: str | os.PathLike[str], experiment_id: str) -> None:
         if not EXPERIMENT_ID.match(experiment_id):
-            raise XdError("bad experiment id", code="bad-id", where=str(root), found=experiment_id,
-                          expected="letters, digits, '.', '_', '-'; no leading '.'")
+            raise XdError(
+                "bad experiment id",
+                code="bad-id",
+                where=str(root),
+                found=experiment_id,
+                expected="letters, digits, '.', '_', '-'; no leading '.'",
+            )
         self.path = Path(root) / experiment_id
 
     def case(self, case_id: str) -> Path:
@@ -169,8 +181,12 @@ class RunDirectory:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise XdError(f"cannot be read: {error.strerror}", status=Status.MISSING, code="unreadable",
-                          where=str(self.case(case_id))) from error
+            raise XdError(
+                f"cannot be read: {error.strerror}",
+                status=Status.MISSING,
+                code="unreadable",
+                where=str(self.case(case_id)),
+            ) from error
         for entry in sorted(entries, key=lambda e: int(e.name[1:]), reverse=True):
             if entry.is_dir(follow_symlinks=False):
                 yield Attempt(entry.path)

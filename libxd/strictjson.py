@@ -42,7 +42,10 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> b
         ) from error
     if len(data) > max_bytes:
         raise XdError(
-            "file is too large", code="too-large", where=where, found=f"over {max_bytes} bytes",
+            "file is too large",
+            code="too-large",
+            where=where,
+            found=f"over {max_bytes} bytes",
             expected=f"at most {max_bytes}",
         )
     return data
@@ -51,7 +54,9 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> b
 def loads(data: bytes | str, where: str, *, max_bytes: int = MAX_BYTES) -> Any:
     """The JSON value of some bytes; `where` names them in errors."""
     if len(data) > max_bytes:
-        raise XdError("JSON is too large", code="too-large", where=where, found=f"{len(data)} bytes", expected=max_bytes)
+        raise XdError(
+            "JSON is too large", code="too-large", where=where, found=f"{len(data)} bytes", expected=max_bytes
+        )
     if isinstance(data, bytes):
         try:
             data = data.decode("utf-8")
@@ -117,7 +122,10 @@ def _flaws(value: Any, pointer: str) -> Iterator[tuple[str, _Flaw]]:
         yield pointer, value
     elif isinstance(value, dict):
         if isinstance(value, _Repeated):
-            yield pointer_to(pointer, value.key), _Flaw("duplicate-key", f"key {value.key!r} stands twice in one object")
+            yield (
+                pointer_to(pointer, value.key),
+                _Flaw("duplicate-key", f"key {value.key!r} stands twice in one object"),
+            )
         for key, item in value.items():
             if not _encodable(key):
                 yield pointer, _Flaw("not-utf8", "a key holds half of a surrogate pair")
@@ -165,7 +173,10 @@ def _check_depth(text: str, where: str) -> None:
             depth += 1
             if depth > MAX_DEPTH:
                 raise XdError(
-                    "JSON is nested too deeply", code="too-deep", where=where, found=f"over {MAX_DEPTH} levels",
+                    "JSON is nested too deeply",
+                    code="too-deep",
+                    where=where,
+                    found=f"over {MAX_DEPTH} levels",
                     expected=f"at most {MAX_DEPTH}",
                 )
         elif char in "]}":

@@ -81,7 +81,9 @@ def test_documented_files_exist():
     """What the contract table and the design name as a place is a place."""
     missing = []
     for page in (ROOT / "docs" / "contract.md", ROOT / "docs" / "design.md"):
-        for name in re.findall(r"`((?:libxd|tests|schemas|dev|kernels|tools|experiments)/[A-Za-z0-9_./-]+)`", page.read_text()):
+        for name in re.findall(
+            r"`((?:libxd|tests|schemas|dev|kernels|tools|experiments)/[A-Za-z0-9_./-]+)`", page.read_text()
+        ):
             if not (ROOT / name).exists():
                 missing.append(f"{page.name}: {name}")
     assert missing == []

@@ -14,9 +14,7 @@ from libxd.rundir import Attempt, RunDirectory
 CASE = "c-0123456789abcdef"
 
 
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", "../x", "a/b", "/abs", ".hidden", "a" * 101, "a\n", "a b", "ü", "-x"]
-)
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/abs", ".hidden", "a" * 101, "a\n", "a b", "ü", "-x"])
 def test_bad_experiment_ids(tmp_path, name):
     with pytest.raises(XdError) as caught:
         RunDirectory(tmp_path, name)

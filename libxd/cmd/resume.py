@@ -27,14 +27,25 @@ xd-plan experiments/s0.json | xd-resume --runs runs --answers | xd-compare --tab
 @click.argument("rows", nargs=-1, metavar="[FILE]...")
 @click.option("--runs", required=True, type=click.Path(path_type=Path), help="The directory of all runs.")
 @policy.options(required=False)
-@click.option("--answers", is_flag=True,
-              help="Print, a row, the attempt that answers it, or the one that was refused, instead of pending rows.")
-@click.option("--groups", type=click.Path(path_type=Path),
-              help="Write the pending rows into DIR, a file for all that can share engines, and print these paths.")
+@click.option(
+    "--answers",
+    is_flag=True,
+    help="Print, a row, the attempt that answers it, or the one that was refused, instead of pending rows.",
+)
+@click.option(
+    "--groups",
+    type=click.Path(path_type=Path),
+    help="Write the pending rows into DIR, a file for all that can share engines, and print these paths.",
+)
 @click.option("--exit-code", is_flag=True, help="Answer 1 when work is left.")
 def cli(
-    console: Console, rows: tuple[str, ...], runs: Path, policy: policy.Policy | None, answers: bool,
-    groups: Path | None, exit_code: bool,
+    console: Console,
+    rows: tuple[str, ...],
+    runs: Path,
+    policy: policy.Policy | None,
+    answers: bool,
+    groups: Path | None,
+    exit_code: bool,
 ) -> None:
     """Read plan rows (files or stdin) and print those that no sealed attempt answers yet.
 
@@ -92,7 +103,9 @@ def _write_group(directory: Path, name: str, members: list[dict[str, Any]]) -> s
         temporary.write_bytes(data)
         temporary.rename(path)
     except OSError as error:
-        raise XdError(f"cannot be written: {error.strerror}", status=73, code="cannot-write", where=str(path)) from error
+        raise XdError(
+            f"cannot be written: {error.strerror}", status=73, code="cannot-write", where=str(path)
+        ) from error
     return str(path)
 
 
