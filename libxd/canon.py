@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import rfc8785
@@ -27,8 +28,13 @@ def join(members: Mapping[str, bytes]) -> bytes:
 
     The same bytes as `dumps` of the whole, without going through a member that many objects share again.
     """
-    names = sorted(members, key=lambda name: name.encode("utf-16-be"))  # RFC 8785 section 3.2.3: by UTF-16 code units
-    return b"{" + b",".join(dumps(name) + b":" + members[name] for name in names) + b"}"
+    return b"{" + b",".join([prefix + members[name] for name, prefix in _layout(tuple(members))]) + b"}"
+
+
+@lru_cache(maxsize=256)
+def _layout(names: tuple[str, ...]) -> list[tuple[str, bytes]]:
+    """Names in canonical order (RFC 8785 section 3.2.3: by UTF-16 code units), each with its bytes and the colon."""
+    return [(name, dumps(name) + b":") for name in sorted(names, key=lambda name: name.encode("utf-16-be"))]
 
 
 def digest(value: Any) -> str:

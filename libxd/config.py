@@ -107,8 +107,8 @@ class _Reader:
         return kept
 
     def _refuse_threshold(self, name: str, place: str) -> None:
-        self.report(f"{name} would set a threshold, which only the numerical contract does", "threshold-smuggled", place,
-                    hint="choose contract_source")
+        self.report(f"{name} would set a threshold, which only the numerical contract does", "threshold-smuggled",
+                    place, hint="choose contract_source")
 
     def contract(self) -> Contract | None:
         if not (self.sound("/contract_source") and self.sound("/contract_version")):
@@ -185,8 +185,8 @@ class _Reader:
                             hint="put all its values into one")
                 continue
             if path == "logp.backend" and "operators" in self.config:
-                self.report("an explicit operator mapping leaves logp.backend without effect", "operator-conflict", pointer,
-                            hint="drop the mapping or the intervention")
+                self.report("an explicit operator mapping leaves logp.backend without effect", "operator-conflict",
+                            pointer, hint="drop the mapping or the intervention")
             values = tuple(self._values(index, path, item["values"], baseline.get(path)))
             found.append((index, Intervention(path, values, item.get("allow_fallback", False))))
         return found
@@ -239,8 +239,8 @@ class _Reader:
         for index, pair in enumerate(self.config["pairs"]):
             for place, path in enumerate(pair):
                 if path not in declared:
-                    self.report("no intervention declares this path", "undeclared-pair", f"/pairs/{index}/{place}", found=path,
-                                expected=" or ".join(sorted(declared)))
+                    self.report("no intervention declares this path", "undeclared-pair", f"/pairs/{index}/{place}",
+                                found=path, expected=" or ".join(sorted(declared)))
             if pair[0] == pair[1]:
                 self.report("a knob cannot be paired with itself", "self-pair", f"/pairs/{index}", found=pair[0])
         for (_, first), (index, second) in combinations(enumerate(self.config["pairs"]), 2):

@@ -120,10 +120,10 @@ def violations(
 ) -> list[dict[str, Any]]:
     """Where a scorer's observed identity is not the case's: [] when the numbers may be looked at.
 
-    identity: identity.json. readbacks: side -> readback_<side>.json. scores: side -> the score file's `metadata` and the
-    digests of its token_ids, active_mask and cu_seqlens. An entry names code, side, the place (file#/pointer), and the
-    expected and observed JSON scalar. What was not observed is refused in strict mode; otherwise it counts as declared
-    when the identity pins it.
+    identity: identity.json. readbacks: side -> readback_<side>.json. scores: side -> the score file's `metadata` and
+    the digests of its token_ids, active_mask and cu_seqlens. An entry names code, side, the place (file#/pointer), and
+    the expected and observed JSON scalar. What was not observed is refused in strict mode; otherwise it counts as
+    declared when the identity pins it.
     """
     return [
         {"code": code, "side": side, "path": path, "expected": wanted, "observed": seen}
@@ -140,7 +140,12 @@ class _Judge:
     """One side's evidence beside the identity."""
 
     def __init__(
-        self, identity: Mapping[str, Any], side: str, readback: Mapping[str, Any], score: Mapping[str, Any], strict: bool
+        self,
+        identity: Mapping[str, Any],
+        side: str,
+        readback: Mapping[str, Any],
+        score: Mapping[str, Any],
+        strict: bool,
     ) -> None:
         self.identity = identity
         self.side = side
@@ -201,14 +206,14 @@ class _Judge:
 
     def _kept_weights(self) -> Iterator[Violation]:
         """The weights after scoring against those before; the first changed parameter is named."""
-        before, after = self.observed["weights_before"], self.observed["weights_after"]
         changed = self.readback["changed_parameters"]
         if changed:
             name = min(changed)
             held = self.readback["parameters"].get(name)
             yield "weights-changed", self._place("changed_parameters", name), held, changed[name]
         else:
-            yield from self._same("weights_after", before or (self.weights and self.weights["digest"]), "weights-changed")
+            held = self.observed["weights_before"] or (self.weights and self.weights["digest"])
+            yield from self._same("weights_after", held, "weights-changed")
 
     def _cache(self) -> Iterator[Violation]:
         policy, seen = self.identity["cache_policy"][self.side], self.observed["cache"]
@@ -226,8 +231,8 @@ class _Judge:
 
     def _score_file(self) -> Iterator[Violation]:
         """The score file must speak of the same scoring as the readback, and hold the frozen tokens themselves."""
-        file, metadata = f"score_{self.side}.safetensors", self.score["metadata"]
-        yield from self._differing("semantics", f"{file}#/xd/semantics", self.identity["semantics"], metadata["semantics"])
+        file, metadata, semantics = f"score_{self.side}.safetensors", self.score["metadata"], self.identity["semantics"]
+        yield from self._differing("semantics", f"{file}#/xd/semantics", semantics, metadata["semantics"])
         if metadata["mode"] != self.mode:
             yield "scoring-mode", f"{file}#/xd/mode", self.mode, metadata["mode"]
         yield from self._differing("score-file", f"{file}#/xd/observed", self.observed, metadata["observed"])

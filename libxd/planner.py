@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,12 +50,13 @@ def rows(experiment: Experiment, repeats: int = 0, submission: str = "canonical"
     }
     pinned = canon.dumps(identity.pinned(shared["identity"]))
     contract, scenario = canon.dumps(shared["contract"]), canon.dumps(_scenario(shared))
+    parts = _Parts()
 
     def case(changes: Sequence[tuple[Intervention, Any]]) -> dict[str, Any]:
         values = experiment.baseline | {item.path: value for item, value in changes}
         operators = experiment.operators or _both_sides(values["logp.backend"])
         digest = canon.digest_bytes(canon.join({
-            "values": canon.dumps(values), "operators": canon.dumps(operators), "contract": contract,
+            "values": parts.of(values), "operators": parts.of(operators), "contract": contract,
             "identity": pinned, "scenario": scenario}))  # fmt: skip
         return shared | {
             "case_id": f"c-{digest[:16]}",
@@ -85,6 +87,7 @@ def _variations(experiment: Experiment) -> Iterator[tuple[tuple[Intervention, An
         yield from (((first, a), (second, b)) for a, b in product(first.values, second.values))
 
 
+@cache  # one object for all its rows, so that it is made canonical once
 def _both_sides(backend: str) -> dict[str, Any]:
     return {"selected_logprob": {side: {"backend": backend, "options": {}} for side in knobs.BOTH}}
 
@@ -100,19 +103,31 @@ def case_digest(row: dict[str, Any]) -> str:
 
 
 def encode(plan: Sequence[dict[str, Any]]) -> Iterator[bytes]:
-    """Each row's canonical bytes, checked against the schema. Parts that rows share are made canonical once."""
-    known: dict[int, bytes] = {}  # by object identity: `plan` keeps every part alive
+    """Each row's canonical bytes, checked against the schema."""
+    parts = _Parts()
     for row in plan:
         schema.validate("plan_row", row, row["case_id"])
-        members = {}
-        for name, part in row.items():
-            if isinstance(part, (dict, list)):
-                if id(part) not in known:
-                    known[id(part)] = canon.dumps(part)
-                members[name] = known[id(part)]
-            else:
-                members[name] = canon.dumps(part)
-        yield canon.join(members)
+        yield canon.join({name: parts.of(part) for name, part in row.items()})
+
+
+class _Parts:
+    """Canonical bytes of the parts of rows. What rows share is made canonical once: planning is mostly this."""
+
+    def __init__(self) -> None:
+        self._by_object: dict[int, tuple[Any, bytes]] = {}  # holds the object, so that its id stays its own
+        self._by_scalar: dict[tuple[type, Any], bytes] = {}
+
+    def of(self, part: Any) -> bytes:
+        if not isinstance(part, dict | list):
+            key = (type(part), part)
+            if key not in self._by_scalar:
+                self._by_scalar[key] = canon.dumps(part)
+            return self._by_scalar[key]
+        if id(part) not in self._by_object:
+            flat = isinstance(part, dict) and not any(isinstance(item, dict | list) for item in part.values())
+            whole = canon.join({name: self.of(item) for name, item in part.items()}) if flat else canon.dumps(part)
+            self._by_object[id(part)] = part, whole
+        return self._by_object[id(part)][1]
 
 
 def requested(row: dict[str, Any], side: str, knob: str) -> Any:

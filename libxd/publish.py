@@ -74,7 +74,7 @@ def commit(file: BinaryIO, path: Path) -> bool:
 
 
 def point(link: Path, target: Path) -> None:
-    """Make `link` a relative symlink to `target`, in one step whatever it pointed at. XdError 73: a file stands there."""
+    """Make `link` a relative symlink to `target`, in one step. XdError 73 when something else than a link is there."""
     if os.path.lexists(link) and not link.is_symlink():
         raise XdError(
             "is a file of its own, not a link, and was kept",

@@ -21,6 +21,7 @@ TOKENIZER_FILES = frozenset({
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model",
 })  # fmt: skip
+_WEIGHT_FILES = (".safetensors", ".safetensors.index.json")
 MODEL_FACTS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
 SEQUENCE_DIGESTS = ("token_ids", "selected_ids", "cu_seqlens", "active_mask", "attention_mask", "positions")
 _SEQUENCE_COUNTS = ("num_sequences", "num_tokens", "num_active")
@@ -83,12 +84,13 @@ def resolve(declared: dict[str, Any], base: Path, where: str) -> Resolution:
 
 def checkpoint_files(directory: str | os.PathLike[str]) -> dict[str, str]:
     """File name -> digest, of every weight file, its index and the config of a checkpoint directory."""
-    return _digests(directory, lambda name: name == "config.json" or name.endswith((".safetensors", ".safetensors.index.json")))
+    return _digests(directory, lambda name: name == "config.json" or name.endswith(_WEIGHT_FILES))
 
 
 def _digests(directory: str | os.PathLike[str], wanted: Callable[[str], bool]) -> dict[str, str]:
     try:
-        return {name: canon.digest_file(Path(directory) / name) for name in sorted(os.listdir(directory)) if wanted(name)}
+        names = [name for name in sorted(os.listdir(directory)) if wanted(name)]
+        return {name: canon.digest_file(Path(directory) / name) for name in names}
     except OSError as error:
         raise XdError(f"cannot be read: {error.strerror}", status=Status.MISSING, code="unreadable",
                       where=str(error.filename or directory)) from error
@@ -178,7 +180,7 @@ def _model(declared: dict[str, Any] | None, result: Resolution) -> dict[str, int
     elif facts["num_attention_heads"] % facts["num_key_value_heads"]:
         result.issues.append(XdError(
             "the key-value heads do not divide the attention heads", code="indivisible", where=result.where,
-            path="/identity/model", found=facts["num_key_value_heads"], expected=facts["num_attention_heads"]))  # fmt: skip
+            path="/identity/model/num_key_value_heads", found=facts["num_key_value_heads"]))  # fmt: skip
     return facts
 
 
