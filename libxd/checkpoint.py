@@ -1,0 +1,116 @@
+"""What a checkpoint's weights are once an engine holds them in its own dtype: a digest a parameter, numpy only.
+
+The casts are those every engine makes on loading: widening bfloat16 and float16 to float32 is exact, narrowing rounds
+to nearest, ties to even; what is too large becomes infinity, a NaN stays a NaN. Parameters that are no floating-point
+numbers keep their dtype.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from libxd import canon, strictjson
+from libxd.errors import Status, XdError
+from libxd.tensors import TensorFile
+
+if TYPE_CHECKING:
+    import numpy as np
+
+DTYPES = ("float32", "float16", "bfloat16")
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_BLOCK = 1 << 20  # values cast at a time
+_QUIET_NAN_BFLOAT16 = 0x7FC0
+
+
+def parameter_digest(dtype: str, shape: Iterable[int], chunks: Iterable[bytes | memoryview | np.ndarray]) -> str:
+    """BLAKE3 over `<dtype><shape as JSON>\\n` and a parameter's raw little-endian bytes, given in chunks."""
+    hasher = blake3(f"{dtype}{canon.dumps([int(size) for size in shape]).decode()}\n".encode())
+    for chunk in chunks:
+        hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+def parameter_digests(directory: str | os.PathLike[str], dtype: str) -> dict[str, str]:
+    """Hugging Face name -> digest, of every parameter cast to `dtype` ("float32", "float16", "bfloat16").
+
+    Streams: memory stays constant. A head that the config ties to the embedding is one parameter, named as the embedding.
+    XdError 66 when weights are missing, 65 when they are malformed, 69 for a quantised dtype.
+    """
+    assert dtype in DTYPES, dtype
+    digests = {}
+    for path, names in weight_files(directory).items():
+        with TensorFile(path, follow_symlinks=True) as file:
+            for name in names if names is not None else file.names:
+                digests[name] = _digest(file, name, dtype)
+    if _tied(directory) and digests.get("lm_head.weight") == digests.get("model.embed_tokens.weight"):
+        digests.pop("lm_head.weight", None)
+    return dict(sorted(digests.items()))
+
+
+def weight_files(directory: str | os.PathLike[str]) -> dict[Path, list[str] | None]:
+    """The safetensors files of a checkpoint; of a sharded one with the parameters that its index says are there."""
+    directory = Path(directory)
+    index = directory / INDEX
+    if not index.exists():
+        return {directory / SINGLE: None}
+    value = strictjson.load(index)
+    weight_map = value.get("weight_map") if isinstance(value, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise XdError("the index maps no parameter", code="bad-index", where=str(index), path="/weight_map")
+    shards: dict[Path, list[str] | None] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise XdError("not the name of a safetensors file beside the index", code="bad-index", where=str(index),
+                          path=strictjson.pointer_to("/weight_map", name), found=file)  # fmt: skip
+        shards.setdefault(directory / file, []).append(name)
+    return shards
+
+
+def to_float32(array: np.ndarray, dtype: str) -> np.ndarray:
+    """Values of `dtype` (bfloat16 as uint16 bit patterns) as float32; exact."""
+    import numpy as np
+
+    if dtype == "bfloat16":
+        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return array.astype(np.float32)
+
+
+def from_float32(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 values rounded to `dtype` (bfloat16 as uint16 bit patterns), to nearest, ties to even."""
+    import numpy as np
+
+    if dtype == "float32":
+        return values
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16)
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    # Half a unit in the last kept place, less one where that place is even: ties then carry only into even results.
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(_QUIET_NAN_BFLOAT16), rounded)
+
+
+def _digest(file: TensorFile, name: str, dtype: str) -> str:
+    held, shape = file.dtype(name), file.shape(name)
+    if held.startswith("float8"):
+        raise XdError("quantised weights are not supported", status=Status.REFUSED, code="quantised",
+                      where=str(file.path), path=strictjson.pointer_to("", name), found=held)  # fmt: skip
+    if held == dtype or held not in (*DTYPES, "float64"):
+        return parameter_digest(held, shape, [file.raw(name)])
+    return parameter_digest(dtype, shape, _cast(file.array(name).reshape(-1), held, dtype))
+
+
+def _cast(flat: np.ndarray, held: str, wanted: str) -> Iterator[np.ndarray]:
+    for start in range(0, flat.size, _BLOCK):
+        yield from_float32(to_float32(flat[start : start + _BLOCK], held), wanted)
+
+
+def _tied(directory: str | os.PathLike[str]) -> bool:
+    config: Any = strictjson.load(Path(directory) / "config.json")
+    return isinstance(config, dict) and config.get("tie_word_embeddings") is True
