@@ -1,0 +1,66 @@
+"""xd-materialize: say what the adapters will build for each plan row, in a new attempt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from libxd import console, identity, materialize, planner, policy
+from libxd.console import Console
+from libxd.errors import Status, XdError
+from libxd.rundir import Attempt, RunDirectory
+
+EXAMPLES = """
+# both sides on the synthetic model of the CPU smoke runtime
+xd-plan experiments/s0.json | xd-materialize --runs runs --runtime cpu-smoke --allow-smoke-operators
+
+# rollout and training in environments of their own, and why a row was refused
+xd-materialize --runs runs --runtime-rollout vllm --python-rollout venv-vllm/bin/python --runtime-training hf plan.jsonl
+"""
+
+
+@console.command("xd-materialize", EXAMPLES)
+@click.argument("rows", nargs=-1, metavar="[FILE]...")
+@click.option("--runs", required=True, type=click.Path(path_type=Path), help="The directory of all runs.")
+@policy.options()
+def cli(console: Console, rows: tuple[str, ...], runs: Path, policy: policy.Policy) -> None:
+    """Read plan rows (files or stdin), take a new attempt for each and print its path.
+
+    An attempt then holds requested.json, identity.json and materialized.json. A row that the runtimes or operators
+    refuse keeps its attempt, with the reasons; it is reported and not passed on, and the status is 69. No engine is
+    built.
+    """
+    environments = policy.environments()
+    for where, line in planner.lines(console, rows):
+        with console.guard(where):
+            row = planner.read_row(line, where)
+            value = materialize.materialized(row, policy, environments)
+            attempt = _write(runs, row, value)
+            if value["status"] == "refused":
+                raise _refused(attempt, value)
+            console.emit(str(attempt))
+
+
+def _write(runs: Path, row: dict[str, Any], value: dict[str, Any]) -> Attempt:
+    """A new attempt with its first three files. materialized.json comes last: with it the other two are there."""
+    expected = identity.expected(row, value["sides"])
+    attempt = RunDirectory(runs, row["experiment_id"]).new_attempt(row["case_id"])
+    attempt.write_json("requested.json", row)
+    attempt.write_json("identity.json", expected)
+    attempt.write_json("materialized.json", value)
+    return attempt
+
+
+def _refused(attempt: Attempt, value: dict[str, Any]) -> XdError:
+    reasons = dict.fromkeys(
+        " ".join(part for part in (refusal["side"], refusal["knob"]) if part) + f": {refusal['reason']}"
+        if refusal["side"] or refusal["knob"]
+        else refusal["reason"]
+        for refusal in value["refusals"]
+    )
+    return XdError("refused: " + "; ".join(reasons), status=Status.REFUSED, code="refused", where=str(attempt))
+
+
+main = console.entry(cli)
