@@ -156,8 +156,38 @@ class Engine(Protocol):
         """Give the device memory back."""
 
 
+class Generator(Protocol):
+    """What xd-rollout samples from: logits, a batch of prompts at a time, a token a step through the KV cache.
+
+    vocab_size: columns of the logits; max_positions: the longest sequence; eos_ids: the ids that end one.
+    """
+
+    vocab_size: int
+    max_positions: int
+    eos_ids: frozenset[int]
+
+    def encode(self, prompt: dict[str, Any]) -> list[int]:
+        """The ids of a prompt: {"messages": [{"role", "content"}, …]} or {"text": "…"}. XdError when it has none."""
+
+    def prefill(self, prompts: list[list[int]]) -> np.ndarray:
+        """Begin a new batch, forgetting the last one: float32 [B, V], the logits of each prompt's next token."""
+
+    def step(self, ids: list[int]) -> np.ndarray:
+        """Append a token to each row: float32 [B, V], the logits of the next. A finished row is fed on and ignored."""
+
+    def describe(self) -> dict[str, Any]:
+        """{"model": {"digest", "synthetic"}, "tokenizer": {"policy", "digest"}, "engine": {…}}, without path or clock."""
+
+    def close(self) -> None:
+        """Give the device memory back."""
+
+
 class Runtime(Protocol):
-    """An adapter. Importing its module imports no torch."""
+    """An adapter. Importing its module imports no torch.
+
+    One that can sample has `generator(model: str, dtype: str) -> Generator` beside these; `model` is a checkpoint
+    directory, or the runtime's own name for a model.
+    """
 
     name: str
     version: str
