@@ -13,7 +13,7 @@ from libxd import canon, environment, knobs
 from libxd.errors import Status, XdError
 from libxd.operators import catalog as operators
 from libxd.operators.catalog import SemanticOperatorCatalog
-from libxd.operators.descriptor import TOPOLOGY, OperatorDescriptor
+from libxd.operators.descriptor import LIFECYCLES, TOPOLOGY, OperatorDescriptor
 from libxd.policy import Policy
 from libxd.rundir import SIDES
 from libxd.runtimes.protocol import KnobRecord, Runtime, SidePlan
@@ -244,6 +244,8 @@ class _Side:
         """A record's refusal: its status and the reason."""
         if record.requested != self.requested(record.knob):
             return "error", f"runtime {self.runtime.name} answered another request: {record.requested!r}"
+        if LIFECYCLES.index(record.lifecycle) < LIFECYCLES.index(knobs.CATALOG[record.knob].lifecycle):
+            return "error", f"runtime {self.runtime.name} would change it within a {record.lifecycle}"
         if record.status == "applied" and record.materialized != record.requested:
             return "error", f"runtime {self.runtime.name} calls {record.materialized!r} applied"
         if record.status in ("unsupported", "error"):
