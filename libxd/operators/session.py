@@ -16,7 +16,8 @@ class Operator:
     """An operator's instance, as an engine calls it.
 
     Called with (logits [N, V], ids [N], temperature) or, when `inputs` is "hidden", with (hidden [N, H],
-    weight [V, H], ids [N], temperature); gives float32 [N] logprobs in nats. `calls` counts the calls that returned.
+    weight [V, H], ids [N], temperature); gives float32 [N] logprobs in nats. `calls` counts the calls that returned,
+    `temperatures` holds what they were made at.
     `implementation` names what really runs, as module:qualified name.
     """
 
@@ -27,6 +28,7 @@ class Operator:
         self.inputs = descriptor.inputs
         self.options = options
         self.calls = 0
+        self.temperatures: set[float] = set()
         self.implementation = _implementation(function)
         self._function = function
 
@@ -42,6 +44,7 @@ class Operator:
                 expected=f"torch.float32 {list(ids.shape)}",
             )
         self.calls += 1
+        self.temperatures.add(float(temperature))
         return logprobs
 
     @property
