@@ -176,7 +176,7 @@ class Generator(Protocol):
         """Append a token to each row: float32 [B, V], the logits of the next. A finished row is fed on and ignored."""
 
     def describe(self) -> dict[str, Any]:
-        """{"model": {"digest", "synthetic"}, "tokenizer": {"policy", "digest"}, "engine": {…}}, without path or clock."""
+        """{"model": {"digest", "synthetic"}, "tokenizer": {"policy", "digest"}, "engine": {…}}; no path, no clock."""
 
     def close(self) -> None:
         """Give the device memory back."""
