@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from libxd import canon, strictjson
 from libxd.errors import Status, XdError
-from libxd.tensors import TensorFile
+from libxd.tensors import TensorFile, raw_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,14 +32,14 @@ def parameter_digest(dtype: str, shape: Iterable[int], chunks: Iterable[bytes | 
     """BLAKE3 over `<dtype><shape as JSON>\\n` and a parameter's raw little-endian bytes, given in chunks."""
     hasher = blake3(f"{dtype}{canon.dumps([int(size) for size in shape]).decode()}\n".encode())
     for chunk in chunks:
-        hasher.update(chunk)
+        hasher.update(raw_bytes(chunk))
     return hasher.hexdigest()
 
 
 def parameter_digests(directory: str | os.PathLike[str], dtype: str) -> dict[str, str]:
     """Hugging Face name -> digest, of every parameter cast to `dtype` ("float32", "float16", "bfloat16").
 
-    Streams: memory stays constant. A head that the config ties to the embedding is one parameter, named as the embedding.
+    Streams: memory stays constant. A head that the config ties to the embedding is one parameter, under its name.
     XdError 66 when weights are missing, 65 when they are malformed, 69 for a quantised dtype.
     """
     assert dtype in DTYPES, dtype

@@ -29,9 +29,10 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> b
     where = str(path)
     try:
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode):
                 raise XdError("not a regular file", code="not-a-file", where=where)
-            data = file.read(max_bytes + 1)
+            data = file.read(min(about.st_size, max_bytes) + 1)  # a read sets aside all that it may return
     except FileNotFoundError as error:
         raise XdError("no such file", status=Status.MISSING, code="missing", where=where) from error
     except (IsADirectoryError, NotADirectoryError) as error:

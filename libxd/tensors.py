@@ -191,7 +191,7 @@ def _serialise(tensors: dict[str, np.ndarray | Lazy], metadata: Any) -> Iterator
     for name, lazy in lazies.items():
         wanted, written = _BY_NAME[lazy.dtype][1] * math.prod(lazy.shape), 0
         for chunk in lazy.chunks:
-            view = _bytes(chunk)
+            view = raw_bytes(chunk)
             written += len(view)
             yield view
         assert written == wanted, f"chunks of {name!r} hold {written} bytes, its shape says {wanted}"
@@ -201,7 +201,7 @@ def _lazy(array: np.ndarray) -> Lazy:
     return Lazy(array.dtype.name, array.shape, [array])
 
 
-def _bytes(chunk: Any) -> memoryview:
+def raw_bytes(chunk: Any) -> memoryview:
     """The little-endian C-order bytes of an array or of anything with a buffer."""
     if hasattr(chunk, "dtype"):
         import numpy as np
