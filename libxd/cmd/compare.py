@@ -1,0 +1,116 @@
+"""xd-compare: judge attempts by their two score files, set attempts side by side, print the verdict table."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import click
+
+from libxd import canon, console
+from libxd.console import Console
+from libxd.rundir import Attempt
+
+EXAMPLES = """
+# judge every attempt that has both scores; offline, without torch or a model
+xd-compare runs/s0/cases/*/a*
+
+# the table of an experiment; status 1 unless every verdict is PASS
+xd-plan experiments/s0.json | xd-resume --runs runs --answers | xd-compare --table --exit-code
+"""
+_COLOURS = {"PASS": "green", "MISMATCH": "yellow", "above": "yellow", "unsupported": "bright_black",
+            "refused": "bright_black", "incomplete": "bright_black", "INVALID_IDENTITY": "red",
+            "INVALID_ARTIFACT": "red", "ZERO_ACTIVE_TOKENS": "red"}  # fmt: skip
+
+
+@console.command("xd-compare", EXAMPLES)
+@click.argument("attempts", nargs=-1, metavar="[ATTEMPT]...")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print each comparison as a line of JSON, not the attempt's path."
+)
+@click.option(
+    "--against",
+    metavar="ATTEMPT",
+    help="Judge nothing; print, as JSON lines, how far each side's logprobs are from this attempt's.",
+)
+@click.option(
+    "--table", is_flag=True, help="Judge nothing; print the verdict table of attempts that were judged or refused."
+)
+@click.option("--exit-code", is_flag=True, help="Answer 1 when a verdict is anything but PASS.")
+def cli(
+    console: Console, attempts: tuple[str, ...], as_json: bool, against: str | None, table: bool, exit_code: bool
+) -> None:
+    """Judge attempts (operands or stdin): write actual.json, token_diffs.safetensors and comparison.json into each.
+
+    A token is a mismatch when it is active and abs(training - rollout) > threshold, in float32; the threshold comes
+    from the numerical contract alone. However large the drift, the status is 0 unless --exit-code asks.
+    """
+    if sum((as_json, against is not None, table)) > 1:
+        raise click.UsageError("--json, --against and --table exclude one another")
+    if against is not None and exit_code:
+        raise click.UsageError("--against judges nothing, so --exit-code has no question to answer")
+    opened = _opened(console, attempts)
+    if table:
+        passed = _table(console, opened)
+    elif against is not None:
+        passed = True
+        _against(console, opened, against)
+    else:
+        passed = _judge(console, opened, as_json)
+    if exit_code and not passed:
+        console.answer_no()
+
+
+def _opened(console: Console, attempts: tuple[str, ...]) -> Iterator[tuple[str, Attempt]]:
+    for path in console.operands(attempts, "attempts"):
+        with console.guard(path):
+            yield path, Attempt.open(path)
+
+
+def _judge(console: Console, attempts: Iterator[tuple[str, Attempt]], as_json: bool) -> bool:
+    from libxd import comparison
+
+    passed = True
+    for path, attempt in attempts:
+        with console.guard(path):
+            result = comparison.compare(attempt)
+            passed = passed and result["status"] == "PASS"
+            console.debug(f"{path}: {result['status']}")
+            console.emit(canon.dumps(result).decode() if as_json else path)
+    return passed
+
+
+def _against(console: Console, attempts: Iterator[tuple[str, Attempt]], against: str) -> None:
+    from libxd import effect, schema
+
+    other = Attempt.open(against)
+    for path, attempt in attempts:
+        with console.guard(path):
+            line = schema.validate("effect", effect.effect(attempt, other), path)
+            console.emit(canon.dumps(line).decode())
+
+
+def _table(console: Console, attempts: Iterator[tuple[str, Attempt]]) -> bool:
+    from libxd import table
+
+    rows = []
+    for path, attempt in attempts:
+        with console.guard(path):
+            rows.append(table.read(attempt))
+    if not rows:
+        console.info("no attempts, no table")
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for number, each in enumerate(table.tables(rows)):
+        if number:
+            console.emit("")
+        for line in table.lines(each, _paint if colour else lambda text, what: text):
+            console.emit(line)
+    return bool(rows) and all(row.verdict == "PASS" for row in rows)
+
+
+def _paint(text: str, what: str) -> str:
+    return click.style(text, fg=_COLOURS[what]) if what in _COLOURS else text
+
+
+main = console.entry(cli)

@@ -1,0 +1,241 @@
+"""The verdict on an attempt: actual.json, token_diffs.safetensors and comparison.json from its two score files.
+
+The one rule: a token is a mismatch when it is active and abs(training - rollout) > threshold, in float32. Identity
+comes before numbers, and numbers that cannot be compared before a verdict on them:
+
+    INVALID_IDENTITY    some violation of identity.json (`identity.violations`), whatever else is the matter
+    INVALID_ARTIFACT    another dtype than the format's, shapes that disagree, a non-finite active logprob
+    ZERO_ACTIVE_TOKENS  nothing to judge
+    MISMATCH, PASS      by the rule
+
+Each of them is a result. An attempt that was refused, lacks a file or holds one that is damaged or another attempt's
+is an error, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from libxd import canon, contract, identity, tensors
+from libxd.actual import actual
+from libxd.difference import DEFINITION, DIRECTION, QUANTILES, Difference, Measurement
+from libxd.errors import Status, XdError
+from libxd.rundir import SIDES, Attempt
+from libxd.scores import ScoreFile
+
+TOKEN_DIFFS = "token_diffs.safetensors"
+INPUTS = ("identity.json", *(f"score_{side}.safetensors" for side in SIDES))
+_READ_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Records:
+    """An attempt's JSON files before it is compared, checked to belong together."""
+
+    requested: dict[str, Any]
+    identity: dict[str, Any]
+    materialized: dict[str, Any]
+    readbacks: dict[str, dict[str, Any]]
+
+    @classmethod
+    def read(cls, attempt: Attempt) -> Records:
+        """XdError 69 when the attempt was refused, 66 or 65 when a file is missing, damaged or another attempt's."""
+        materialized = attempt.materialized()
+        requested = attempt.requested()
+        _belongs(attempt, "requested.json", requested, {"repeat": materialized["repeat"]})
+        _refuse(attempt, "materialized.json", materialized)
+        readbacks = {}
+        for side in SIDES:
+            name = f"readback_{side}.json"
+            readbacks[side] = attempt.readback(side)
+            expected = {"side": side, "repeat": materialized["repeat"], "execution_key": materialized["execution_key"]}
+            _belongs(attempt, name, readbacks[side], expected)
+            _refuse(attempt, name, readbacks[side])
+        return cls(requested, attempt.identity(), materialized, readbacks)
+
+
+def compare(attempt: Attempt) -> dict[str, Any]:
+    """Judge an attempt, write its three files (comparison.json last) and return the comparison.
+
+    Writing again what stands there already is fine; anything else is XdError 73, with what stands there kept.
+    """
+    records = Records.read(attempt)
+    threshold = contract.from_row(records.requested["contract"], str(attempt)).threshold(
+        records.requested["contract"]["dtype"]
+    )
+    tokens = records.identity["sequences"]["num_tokens"]
+    scores = {side: ScoreFile(attempt, side, records.materialized, tokens) for side in SIDES}
+    inputs = {name: _digest(attempt, name) for name in INPUTS}
+    violations = identity.violations(
+        records.identity,
+        records.readbacks,
+        {side: scores[side].identity() for side in SIDES},
+        records.materialized["strict"],
+    )
+    problems = [problem for side in SIDES for problem in scores[side].problems]
+    problems += _disagreements(scores)
+    difference = None if problems else Difference(scores["rollout"], scores["training"], threshold)
+    measured = Measurement(difference) if difference else None
+    if measured:
+        problems += _nonfinite(measured)
+
+    attempt.write_json("actual.json", actual(records.requested, records.materialized, records.readbacks))
+    attempt.refuse_growth(TOKEN_DIFFS)
+    tensors.write(
+        attempt.file(TOKEN_DIFFS),
+        _token_diffs(difference, measured, threshold),
+        _metadata(records, whole=measured is not None),
+    )
+    comparison = {
+        "schema_version": "xd.comparison.v1",
+        "case_id": records.requested["case_id"],
+        "repeat": records.requested["repeat"],
+        "execution_key": records.materialized["execution_key"],
+        "status": verdict(violations, problems, measured.counts if measured else None),
+        "contract": records.requested["contract"],
+        "threshold": threshold,
+        "threshold_bits": struct.pack(">f", threshold).hex(),
+        "violations": violations,
+        "artifact_problems": problems,
+        **(_numbers(measured) if measured else _no_numbers()),
+        "inputs": inputs,
+        "token_diffs": _digest(attempt, TOKEN_DIFFS),
+    }
+    attempt.write_json("comparison.json", comparison)
+    return comparison
+
+
+def verdict(violations: list[Any], problems: list[Any], counts: dict[str, int] | None) -> str:
+    """The status; `counts` is None where the numbers could not be compared, which `problems` then says."""
+    if violations:
+        return "INVALID_IDENTITY"
+    if problems or counts is None:
+        return "INVALID_ARTIFACT"
+    if not counts["active"]:
+        return "ZERO_ACTIVE_TOKENS"
+    return "MISMATCH" if counts["mismatches"] else "PASS"
+
+
+def _numbers(measured: Measurement) -> dict[str, Any]:
+    return {
+        "counts": measured.counts,
+        "mismatch_ratio": measured.ratio("mismatches"),
+        "bitwise_equal_share": measured.ratio("bitwise_equal"),
+        "logprob_difference": measured.logprob_difference(),
+        "worst": measured.worst(),
+        "first_mismatch": measured.first_mismatch(),
+        "value_grid": measured.value_grid(),
+        "kl": measured.kl(),
+    }
+
+
+def _no_numbers() -> dict[str, Any]:
+    """What comparison.json says where the two arrays cannot be laid beside one another: nothing, never 0."""
+    return {
+        "counts": None,
+        "mismatch_ratio": None,
+        "bitwise_equal_share": None,
+        "logprob_difference": {
+            "definition": DEFINITION,
+            **dict.fromkeys(("mean_signed", "mean_absolute", *QUANTILES, "max_absolute")),
+        },
+        "worst": None,
+        "first_mismatch": None,
+        "value_grid": dict.fromkeys(SIDES),
+        "kl": {"direction": DIRECTION, **dict.fromkeys(("k1", "k2", "k3"))},
+    }
+
+
+def _token_diffs(difference: Difference | None, measured: Measurement | None, threshold: float) -> dict[str, Any]:
+    """The tensors from which the verdict can be recomputed; of no tokens where the arrays could not be compared."""
+    if difference is None or measured is None:
+        return {
+            "cu_seqlens": np.zeros(1, np.int64),
+            "sequence_sum_signed": np.zeros(0, np.float64),
+            "sequence_sum_absolute": np.zeros(0, np.float64),
+            "sequence_active": np.zeros(0, np.int64),
+            "rollout_logprobs": np.zeros(0, np.float32),
+            "training_logprobs": np.zeros(0, np.float32),
+            "threshold": np.array([threshold], np.float32),
+            "active_mask": np.zeros(0, bool),
+            "mismatch_mask": np.zeros(0, bool),
+        }
+
+    def column(name: str, dtype: str) -> tensors.Lazy:
+        def chunks() -> Iterator[np.ndarray]:
+            for block in difference.blocks():
+                yield getattr(block, name)
+
+        return tensors.Lazy(dtype, (difference.tokens,), chunks())
+
+    return {
+        "cu_seqlens": difference.rollout.cu_seqlens,
+        "sequence_sum_signed": measured.sequence_sum_signed,
+        "sequence_sum_absolute": measured.sequence_sum_absolute,
+        "sequence_active": measured.sequence_active,
+        "rollout_logprobs": column("rollout", "float32"),
+        "training_logprobs": column("training", "float32"),
+        "threshold": np.array([threshold], np.float32),
+        "active_mask": column("active", "bool"),
+        "mismatch_mask": column("mismatch", "bool"),
+    }
+
+
+def _metadata(records: Records, whole: bool) -> dict[str, Any]:
+    return {
+        "schema_version": "xd.token_diffs.v1",
+        "case_id": records.requested["case_id"],
+        "repeat": records.requested["repeat"],
+        "execution_key": records.materialized["execution_key"],
+        "contract": records.requested["contract"],
+        "definition": DEFINITION,
+        "whole": whole,
+    }
+
+
+def _disagreements(scores: dict[str, ScoreFile]) -> list[dict[str, str]]:
+    """Score files that are sound each, and yet of different shapes."""
+    rollout, training = (scores[side] for side in SIDES)
+    if rollout.problems or training.problems:
+        return []
+    if rollout.cu_seqlens.size == training.cu_seqlens.size and rollout.tokens == training.tokens:
+        return []
+    shapes = [f"{file.tokens} tokens in {file.cu_seqlens.size - 1} sequences" for file in (rollout, training)]
+    return [{"code": "shape", "side": "training", "detail": f"{shapes[1]}; the rollout side has {shapes[0]}"}]
+
+
+def _nonfinite(measured: Measurement) -> list[dict[str, str]]:
+    problems = []
+    for side in SIDES:
+        index = measured.first_nonfinite[side]
+        if index is not None:
+            sequence, position = measured.where(index)
+            count = measured.counts[f"nonfinite_{side}"]
+            detail = f"{count} active logprobs are not finite, the first in sequence {sequence} at position {position}"
+            problems.append({"code": "not-finite", "side": side, "detail": detail})
+    return problems
+
+
+def _digest(attempt: Attempt, name: str) -> str:
+    """A file's digest, read in blocks: a map of the whole file would stay resident."""
+    with open(attempt.file(name), "rb") as file:
+        return canon.digest_stream(iter(lambda: file.read(_READ_BYTES), b""))
+
+
+def _belongs(attempt: Attempt, name: str, value: dict[str, Any], expected: dict[str, Any]) -> None:
+    for key, wanted in expected.items():
+        if value[key] != wanted:
+            raise XdError("belongs to another attempt", code="foreign-file", where=str(attempt.file(name)),
+                          path=f"/{key}", found=value[key], expected=wanted)  # fmt: skip
+
+
+def _refuse(attempt: Attempt, name: str, value: dict[str, Any]) -> None:
+    if value["status"] == "refused":
+        reason = value["refusals"][0]["reason"] if value["refusals"] else "no reason is given"
+        raise XdError(f"was refused, there is nothing to compare: {reason}", status=Status.REFUSED, code="refused",
+                      where=str(attempt), path=f"/{name}")  # fmt: skip

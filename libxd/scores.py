@@ -1,0 +1,103 @@
+"""A side's score file as evidence: whose it is, whether its tensors can be compared, blocks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from libxd import canon, schema
+from libxd.errors import XdError
+from libxd.rundir import Attempt
+from libxd.tensors import TensorFile
+
+#: tokens (or bytes of a digest) that are looked at together; sums are formed block by block, so it is part of the
+#: format
+BLOCK = 1 << 18
+_RELEASE_EVERY = 16  # blocks
+
+_DTYPES = {"token_ids": "int32", "logprobs": "float32", "active_mask": "bool", "cu_seqlens": "int64"}
+
+
+class ScoreFile:
+    """`score_<side>.safetensors` of an attempt (T tokens, B sequences).
+
+    `problems` says, as entries of comparison.json's artifact_problems, what keeps its numbers from being compared:
+    another dtype, shapes that do not agree with each other or with `tokens`. XdError 66 or 65 when it is missing,
+    cannot be parsed, lacks a tensor, or was written for another case, repeat, side or execution key.
+    """
+
+    def __init__(self, attempt: Attempt, side: str, materialized: dict[str, Any], tokens: int | None) -> None:
+        self.side = side
+        self.path = attempt.file(f"score_{side}.safetensors")
+        self._file = TensorFile(self.path)
+        self.metadata = schema.validate("score_metadata", self._file.metadata, str(self.path))
+        expected = {"side": side, **{key: materialized[key] for key in ("case_id", "repeat", "execution_key")}}
+        for key, value in expected.items():
+            if self.metadata[key] != value:
+                raise XdError("the scores belong to another attempt", code="foreign-file", where=str(self.path),
+                              path=f"/{key}", found=self.metadata[key], expected=value)  # fmt: skip
+        self.problems = [
+            self._problem("dtype", f"{name} is {self._file.dtype(name)}, not {dtype}")
+            for name, dtype in _DTYPES.items()
+            if self._file.dtype(name) != dtype
+        ]
+        self.tokens = tokens if tokens is not None else int(np.prod(self._file.shape("token_ids")))
+        self.problems += self._shape_problems()
+        if not self.problems:
+            self.logprobs = self._file.array("logprobs")  # float32 [T]
+            self.active_mask = self._file.array("active_mask")  # bool [T]
+            self.token_ids = self._file.array("token_ids")  # int32 [T]
+            self.cu_seqlens = self._file.array("cu_seqlens")  # int64 [B+1]
+            self.problems += self._bound_problems()
+
+    def identity(self) -> dict[str, Any]:
+        """What `identity.violations` wants to know: metadata, and digests of the tensors that have the right form.
+
+        A tensor of another dtype or shape is a problem of the artifact; its bytes say nothing about identity.
+        """
+        facts: dict[str, Any] = {"metadata": self.metadata}
+        if not self.problems:
+            for name in ("token_ids", "active_mask", "cu_seqlens"):
+                facts[name] = canon.digest_stream(self._raw_blocks(name))
+        return facts
+
+    def release(self) -> None:
+        """Give the pages touched so far back to the page cache, so that resident memory does not grow with the file."""
+        self._file.release()
+
+    def _raw_blocks(self, name: str) -> Iterator[memoryview]:
+        raw = self._file.raw(name)
+        for index, start in enumerate(range(0, len(raw), BLOCK * 4)):
+            yield raw[start : start + BLOCK * 4]
+            if index % _RELEASE_EVERY == 0:
+                self.release()
+
+    def _shape_problems(self) -> Iterator[dict[str, str]]:
+        for name in ("token_ids", "logprobs", "active_mask"):
+            if self._file.shape(name) != (self.tokens,):
+                yield self._problem("shape", f"{name} has shape {list(self._file.shape(name))}, not [{self.tokens}]")
+        if len(shape := self._file.shape("cu_seqlens")) != 1 or shape[0] < 1:
+            yield self._problem("shape", f"cu_seqlens has shape {list(shape)}, not [B+1]")
+
+    def _bound_problems(self) -> Iterator[dict[str, str]]:
+        bounds = self.cu_seqlens
+        falls = any(
+            (bounds[i + 1 : i + 1 + BLOCK] < bounds[i : i + BLOCK][: bounds.size - i - 1]).any()
+            for i in range(0, bounds.size - 1, BLOCK)
+        )
+        if bounds[0] != 0 or bounds[-1] != self.tokens or falls:
+            yield self._problem("bounds", f"cu_seqlens does not rise from 0 to {self.tokens}")
+
+    def _problem(self, code: str, detail: str) -> dict[str, str]:
+        return {"code": code, "side": self.side, "detail": detail}
+
+
+def blocks(tokens: int, *files: ScoreFile) -> Iterator[slice]:
+    """The blocks of `tokens` tokens, in order; lets go of the files' pages on the way."""
+    for index, start in enumerate(range(0, tokens, BLOCK)):
+        yield slice(start, min(start + BLOCK, tokens))
+        if index % _RELEASE_EVERY == _RELEASE_EVERY - 1:
+            for file in files:
+                file.release()

@@ -1,0 +1,175 @@
+"""The seal over an attempt: COMPLETE holds size and digest of every file, and the set of names.
+
+A name that begins with the prefix of temporary files is no part of an attempt: a writer that was killed leaves one
+behind, and no tool reads it. It is neither sealed nor reported.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from libxd import canon, publish
+from libxd.errors import Status, XdError
+from libxd.rundir import PAYLOADS, SEAL, SIDES, Attempt
+
+_JSON = tuple(name for name in PAYLOADS if name.endswith(".json"))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A way in which an attempt is not what its seal says. `str()` of it is `name: kind (detail)`."""
+
+    name: str
+    kind: Literal["changed", "missing", "added", "symlink", "not-a-file", "unreadable", "malformed", "inconsistent"]
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.kind}" + (f" ({self.detail})" if self.detail else "")
+
+
+def seal(attempt: Attempt) -> bool:
+    """Publish COMPLETE over a whole and consistent attempt. False: it was sealed already, with the same content.
+
+    XdError 66 when a payload is missing, 65 when a file is none of an attempt's or they do not belong together, 69
+    when it was refused, 73 when it is sealed over other content.
+    """
+    names = _names(attempt)
+    for problem in _set_problems(attempt, names, (*PAYLOADS, SEAL) if SEAL in names else PAYLOADS):
+        missing = problem.kind == "missing"
+        if missing:
+            _refuse(attempt)
+        raise XdError(
+            f"cannot be sealed: {problem}", status=Status.MISSING if missing else Status.INVALID,
+            code=f"seal-{problem.kind}", where=str(attempt),
+            hint="a stage has not run" if missing else "an attempt holds its own files alone",
+        )  # fmt: skip
+    records = {name: attempt.read(name) for name in _JSON}
+    files = {name: _facts(attempt, name) for name in PAYLOADS}
+    for problem in _inconsistencies(records, files):
+        raise XdError(f"cannot be sealed: {problem}", code="seal-inconsistent", where=str(attempt))
+    value = {
+        "schema_version": "xd.seal.v1",
+        "experiment_id": records["requested.json"]["experiment_id"],
+        "case_id": attempt.case_id,
+        "repeat": records["requested.json"]["repeat"],
+        "execution_key": records["materialized.json"]["execution_key"],
+        "files": files,
+    }
+    try:
+        return publish.publish_json(attempt.file(SEAL), "seal", value)
+    except XdError as error:
+        if error.code != "output-differs":
+            raise
+        raise XdError("was sealed over other content, which is kept", status=Status.CONFLICT, code="sealed-differently",
+                      where=str(attempt), hint="xd-seal --verify names the files that changed") from error  # fmt: skip
+
+
+def verify(attempt: Attempt) -> list[Problem]:
+    """In which ways the attempt is not what its seal says; [] when it is. XdError only when it cannot be listed."""
+    names = _names(attempt)
+    if SEAL not in names:
+        return [Problem(SEAL, "missing", "the attempt is not sealed")]
+    problems = _set_problems(attempt, names, (*PAYLOADS, SEAL))
+    if any(problem.name == SEAL for problem in problems):
+        return problems
+    try:
+        sealed = attempt.read(SEAL)
+    except XdError as error:
+        return [*problems, Problem(SEAL, "malformed", error.issues[0].message)]
+    flawed = {problem.name for problem in problems}
+    for name in PAYLOADS:
+        if name not in flawed:
+            problems += _changed(attempt, name, sealed["files"][name])
+    return problems or _misnamed(attempt, sealed)
+
+
+def _names(attempt: Attempt) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(attempt.path) if not name.startswith(publish.TEMPORARY_PREFIX))
+    except OSError as error:
+        raise XdError(f"cannot be read: {error.strerror}", status=Status.MISSING, code="unreadable",
+                      where=str(attempt)) from error  # fmt: skip
+
+
+def _set_problems(attempt: Attempt, names: list[str], wanted: tuple[str, ...]) -> list[Problem]:
+    """Names too few or too many, and what is no regular file."""
+    problems = [Problem(name, "missing") for name in wanted if name not in names]
+    for name in names:
+        mode = os.lstat(attempt.file(name)).st_mode
+        if stat.S_ISLNK(mode):
+            problems.append(Problem(name, "symlink"))
+        elif name not in wanted:
+            problems.append(Problem(name, "added"))
+        elif not stat.S_ISREG(mode):
+            problems.append(Problem(name, "not-a-file"))
+    return problems
+
+
+def _facts(attempt: Attempt, name: str) -> dict[str, Any]:
+    path = attempt.file(name)
+    try:
+        return {"blake3": canon.digest_file(path), "bytes": os.path.getsize(path)}
+    except OSError as error:
+        raise XdError(f"cannot be read: {error.strerror}", status=Status.MISSING, code="unreadable",
+                      where=str(path)) from error  # fmt: skip
+
+
+def _changed(attempt: Attempt, name: str, sealed: dict[str, Any]) -> list[Problem]:
+    """Size first: it tells most changes without reading."""
+    try:
+        size = os.path.getsize(attempt.file(name))
+        if size != sealed["bytes"]:
+            return [Problem(name, "changed", f"{size} bytes, sealed with {sealed['bytes']}")]
+        if canon.digest_file(attempt.file(name)) != sealed["blake3"]:
+            return [Problem(name, "changed", "same size, another digest")]
+    except OSError as error:
+        return [Problem(name, "unreadable", error.strerror or str(error))]
+    return []
+
+
+def _misnamed(attempt: Attempt, sealed: dict[str, Any]) -> list[Problem]:
+    """A seal whose own fields were edited: they must be those of the files it seals."""
+    try:
+        requested, materialized = attempt.requested(), attempt.materialized()
+    except XdError as error:
+        return [Problem(SEAL, "malformed", f"seals what no tool has written: {error.issues[0].line()}")]
+    expected = {
+        "experiment_id": requested["experiment_id"],
+        "repeat": requested["repeat"],
+        "execution_key": materialized["execution_key"],
+    }
+    return [Problem(SEAL, "changed", f"{key} is not the attempt's") for key in expected if sealed[key] != expected[key]]
+
+
+def _refuse(attempt: Attempt) -> None:
+    """A refused attempt lacks its scores for a reason; say that one."""
+    for name in ("materialized.json", *(f"readback_{side}.json" for side in SIDES)):
+        if attempt.has(name) and (value := attempt.read(name))["status"] == "refused":
+            reason = value["refusals"][0]["reason"] if value["refusals"] else "no reason is given"
+            raise XdError(f"was refused, there is nothing to seal: {reason}", status=Status.REFUSED, code="refused",
+                          where=str(attempt), path=f"/{name}")  # fmt: skip
+
+
+def _inconsistencies(records: dict[str, Any], files: dict[str, Any]) -> list[Problem]:
+    """Files that are sound each and do not belong together (the case id is checked on reading)."""
+    problems = []
+    repeat = records["requested.json"]["repeat"]
+    key = records["materialized.json"]["execution_key"]
+    for name, record in records.items():
+        if record.get("repeat", repeat) != repeat:
+            problems.append(Problem(name, "inconsistent", f"repeat {record['repeat']}, requested was {repeat}"))
+        if record.get("execution_key", key) != key:
+            problems.append(Problem(name, "inconsistent", "another execution key than materialized.json's"))
+        if record.get("status") == "refused":
+            problems.append(Problem(name, "inconsistent", "refused, yet compared"))
+    for side in SIDES:
+        if records[f"readback_{side}.json"]["side"] != side:
+            problems.append(Problem(f"readback_{side}.json", "inconsistent", "is the other side's"))
+    comparison = records["comparison.json"]
+    for name, digest in {**comparison["inputs"], "token_diffs.safetensors": comparison["token_diffs"]}.items():
+        if files[name]["blake3"] != digest:
+            problems.append(Problem(name, "inconsistent", "not the file that comparison.json speaks of"))
+    return problems
