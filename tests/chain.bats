@@ -1,6 +1,7 @@
 #!/usr/bin/env bats
 # The chain as make and a pipe run it: what a make user expects of -j, -k, Ctrl-C, a killed scorer, a second run.
 
+bats_require_minimum_version 1.5.0
 load helper
 
 run_make() { make -C "$root" VENV="$VIRTUAL_ENV" RUNS="$place/runs" EXP=s0 "$@"; }
