@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +86,11 @@ def checkpoint_files(directory: str | os.PathLike[str]) -> dict[str, str]:
     return _digests(directory, lambda name: name == "config.json" or name.endswith(_WEIGHT_FILES))
 
 
+def tokenizer_files(directory: str | os.PathLike[str]) -> dict[str, str]:
+    """File name -> digest, of every file of a directory that makes up a tokenizer."""
+    return _digests(directory, TOKENIZER_FILES.__contains__)
+
+
 def _digests(directory: str | os.PathLike[str], wanted: Callable[[str], bool]) -> dict[str, str]:
     try:
         names = [name for name in sorted(os.listdir(directory)) if wanted(name)]
@@ -135,8 +139,7 @@ def _tokenizer(declared: dict[str, Any], result: Resolution) -> dict[str, Any]:
                                          where=result.where, path="/identity/tokenizer"))
         return identity
     directory = result.at("tokenizer", path)
-    read = partial(_digests, wanted=TOKENIZER_FILES.__contains__)
-    files = _files("tokenizer", directory, read, result) if directory else {}
+    files = _files("tokenizer", directory, tokenizer_files, result) if directory else {}
     if directory and not files:
         result.lack("tokenizer", f"no tokenizer file in {path}")
     if files:
