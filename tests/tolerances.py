@@ -7,3 +7,10 @@ LOGPROB_FLOAT32_NATS = 5e-6
 ENTROPY_FLOAT32_NATS = 1e-5
 #: the head in float32 over up to 64 hidden units, then a log-softmax, against float64, in nats
 LINEAR_LOGPROB_FLOAT32_NATS = 2e-5
+
+#: exp(x) - 1 - x by series and squaring against an 80-bit reference, relative
+EXPM1_MINUS_RELATIVE = 1e-11
+#: a float64 mean of up to a million terms, summed by a fixed tree, against `math.fsum` of them, relative
+TREE_MEAN_RELATIVE = 1e-14
+#: per-sequence float64 sums of float32 differences, added one by one, against `math.fsum`, relative
+SEQUENCE_SUM_RELATIVE = 1e-12
