@@ -10,6 +10,8 @@ LINEAR_LOGPROB_FLOAT32_NATS = 2e-5
 
 #: exp(x) - 1 - x by series and squaring against an 80-bit reference, relative
 EXPM1_MINUS_RELATIVE = 1e-11
+#: the same at x = 1e-9 against x^2 / 2, whose next term is x / 3 of it, relative
+TINY_K3_RELATIVE = 1e-9
 #: a float64 mean of up to a million terms, summed by a fixed tree, against `math.fsum` of them, relative
 TREE_MEAN_RELATIVE = 1e-14
 #: per-sequence float64 sums of float32 differences, added one by one, against `math.fsum`, relative
