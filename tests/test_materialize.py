@@ -354,16 +354,19 @@ def test_another_environment_is_another_process_on_its_side():
 
 
 def test_an_operators_lifecycle_decides_where_it_enters(extra):
-    extra(*(descriptor(backend=f"test.{name}", lifecycle=name) for name in ("request", "construction", "process")),
+    extra(*(descriptor(backend=f"test.{name}", lifecycle=name) for name in ("construction", "process")),
           descriptor(backend="test.other"))  # fmt: skip
     plain = prints(of(row(("logp.backend", "test.other"))))["rollout"]
     for name in ("construction", "process"):
         found = prints(of(row(("logp.backend", f"test.{name}"))))["rollout"]
         assert found[name] != plain[name]
-    # a request-level operator enters no fingerprint; the group still tells it from others
-    value = of(row(("logp.backend", "test.request")))
-    assert value["sides"]["rollout"]["operator"]["backend"] == "test.request"
-    assert materialize.group(value) != materialize.group(of(row(("logp.backend", "test.other"))))
+
+
+def test_request_level_operators_share_fingerprints_but_no_group(extra):
+    extra(descriptor(backend="test.one", lifecycle="request"), descriptor(backend="test.two", lifecycle="request"))
+    one, two = (of(row(("logp.backend", f"test.{name}"))) for name in ("one", "two"))
+    assert prints(one) == prints(two)
+    assert materialize.group(one) != materialize.group(two)
 
 
 def test_the_execution_key_covers_what_was_run():
