@@ -1,0 +1,63 @@
+"""xd-score: have one side's engine score the frozen tokens of attempts, and keep what the engine showed."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from libxd import canon, console, environment
+from libxd.console import Console
+from libxd.rundir import SIDES
+from libxd.scoring.room import Intake
+from libxd.scoring.supervisor import Supervisor
+from libxd.scoring.task import Task
+
+EXAMPLES = """
+# both sides of what was just materialised
+xd-materialize --runs runs --runtime cpu-smoke plan.jsonl | xd-score --side rollout | xd-score --side training
+
+# one side of one attempt, by another environment's interpreter
+xd-score --side rollout --python ~/vllm/bin/python runs/s2/cases/c-0123456789abcdef/a0001
+"""
+
+
+@console.command("xd-score", EXAMPLES)
+@click.argument("attempts", nargs=-1, metavar="[ATTEMPT]...")
+@click.option("--side", type=click.Choice(SIDES), help="Which of the two scorers to be.")
+@click.option("--python", metavar="PATH",
+              help="Interpreter of the engine. Default: $XD_PYTHON_<RUNTIME> (as XD_PYTHON_CPU_SMOKE), else this one.")
+@click.option("--describe", is_flag=True, help="Print what that interpreter computes with, as JSON; score nothing.")
+def cli(console: Console, attempts: tuple[str, ...], side: str | None, python: str | None, describe: bool) -> None:
+    """Score materialised attempts (operands, or paths on stdin) and print each path as soon as its scores stand.
+
+    An engine is kept while the next attempt can use it. What it really uses is read back before and right after
+    scoring; nothing is scored, or nothing is published, where that is not what was materialised.
+    """
+    if describe:
+        if attempts or side:
+            raise click.UsageError("--describe takes neither --side nor attempts")
+        console.emit(canon.dumps(environment.of(python)).decode())
+        return
+    if side is None:
+        raise click.UsageError("say which side: --side rollout or --side training")
+    intake = Intake(console.operands(attempts, "attempts"))
+    follow = console.debug if console.verbose else console.info if os.environ.get("XD_DEBUG") == "1" else None
+
+    def wait_for_room() -> None:
+        console.info("no room for another engine yet: reading all attempts first")
+        intake.read_to_end()
+
+    with Supervisor(side, python, say=console.info, follow=follow) as supervisor:
+        for path in intake:
+            with console.guard(path):
+                task = Task.read(path, side)
+                if task.answered():
+                    console.debug(f"{path}: scored already")
+                else:
+                    reuse = supervisor.score(task, wait_for_room)
+                    console.debug(f"{path}: scored by engine {reuse['engine_serial']}, case {reuse['case_serial']}")
+                console.emit(path)
+
+
+main = console.entry(cli)

@@ -1,0 +1,106 @@
+"""The scorer's child process: holds an engine and answers its parent, a JSON line a request.
+
+    python -P -m libxd.scoring.child --side rollout --fd 7 --parent 4242
+
+Requests come on stdin, answers leave on the given descriptor. stdout is turned into stderr and stdin into /dev/null
+before any engine is imported: whatever an engine prints or reads does not meet the protocol.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import sys
+import traceback
+from typing import Any, BinaryIO, NoReturn
+
+from libxd import __version__
+from libxd.console import bug
+from libxd.errors import XdError
+from libxd.rundir import SIDES
+from libxd.scoring.scorer import Scorer
+from libxd.scoring.task import Task
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def main() -> int:
+    """Serve the parent until it closes stdin."""
+    parser = argparse.ArgumentParser(prog="libxd.scoring.child", description=__doc__)
+    parser.add_argument("--side", choices=SIDES, required=True)
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    arguments = parser.parse_args()
+    end_with_parent(arguments.parent)
+    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
+    requests, answers = _take_streams(arguments.fd)
+    serve(Scorer(arguments.side), requests, answers)
+    return 0
+
+
+def serve(scorer: Scorer, requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer each request line; say first that requests are welcome."""
+    _answer(answers, {"ready": __version__})
+    while line := requests.readline():
+        _answer(answers, respond(scorer, json.loads(line)))
+    scorer.close()
+
+
+def respond(scorer: Scorer, request: dict[str, Any]) -> dict[str, Any]:
+    """The answer to one request.
+
+    {"attempt": path, "engine": "reuse" | "rebuild"}: score it. {"attempt": path, "ask": "bytes"}: what its engine will
+    need. An answer holds "ok", with "error" when not, and "holds": whether an engine is held now.
+    """
+    try:
+        task = Task.read(request["attempt"], scorer.side)
+        if request.get("ask") == "bytes":
+            answer: dict[str, Any] = {"needed_bytes": scorer.estimate_bytes(task)}
+        else:
+            answer = {"reuse": scorer.score(task, reuse=request["engine"] == "reuse")}
+        return {"ok": True, "holds": scorer.held is not None, **answer}
+    except Exception as error:
+        if os.environ.get("XD_DEBUG") == "1":
+            traceback.print_exception(error)
+        issue = error if isinstance(error, XdError) else bug(error)
+        records = [{**found.record(), "where": found.where or request["attempt"]} for found in issue.issues]
+        return {"ok": False, "holds": scorer.held is not None, "errors": records}
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent is gone, however that ended (Linux; elsewhere end of stdin)."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it went before we asked
+        os._exit(128 + signal.SIGKILL)
+
+
+def _take_streams(answers_fd: int) -> tuple[BinaryIO, BinaryIO]:
+    """The protocol's two streams, out of an engine's reach and not inherited by its ranks."""
+    requests_fd = os.dup(sys.stdin.fileno())
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, sys.stdin.fileno())
+    os.close(nothing)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    for descriptor in (requests_fd, answers_fd):
+        os.set_inheritable(descriptor, False)
+    return os.fdopen(requests_fd, "rb"), os.fdopen(answers_fd, "wb")
+
+
+def _answer(answers: BinaryIO, value: dict[str, Any]) -> None:
+    answers.write(json.dumps(value).encode() + b"\n")
+    answers.flush()
+
+
+def _terminated(signum: int, _frame: Any) -> NoReturn:
+    """Leave by an exception, so that no temporary file stays behind."""
+    raise SystemExit(128 + signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

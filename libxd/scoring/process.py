@@ -1,0 +1,153 @@
+"""A child process under supervision: started, asked, its chatter kept apart, ended with all that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from libxd.errors import Status, XdError
+
+START_TIMEOUT_S = 120.0
+CLOSE_TIMEOUT_S = 10.0  # for an engine to give its device back
+TERM_TIMEOUT_S = 3.0
+CHATTER_LINES = 20
+_POLL_S = 0.2
+
+
+class ChildDied(Exception):
+    """The child ended without an answer."""
+
+    def __init__(self, returncode: int) -> None:
+        super().__init__(returncode)
+        self.returncode = returncode
+
+    @property
+    def how(self) -> str:
+        """`was killed by SIGKILL`, or `ended with status 3`."""
+        if self.returncode >= 0:
+            return f"ended with status {self.returncode}"
+        try:
+            return f"was killed by {signal.Signals(-self.returncode).name}"
+        except ValueError:
+            return f"was killed by signal {-self.returncode}"
+
+
+class Chatter:
+    """What the child and its engine say on stderr: the last lines are kept, and all are handed on where wanted."""
+
+    def __init__(self, stream: Any, follow: Callable[[str], None] | None) -> None:
+        self._lines: deque[str] = deque(maxlen=CHATTER_LINES)
+        self._follow = follow
+        self._thread = threading.Thread(target=self._drain, args=(stream,), daemon=True)
+        self._thread.start()
+
+    def _drain(self, stream: Any) -> None:
+        for line in stream:
+            text = line.decode("utf-8", "replace").rstrip()
+            if self._follow is not None:
+                self._follow(text)
+            elif text:
+                self._lines.append(text)
+
+    def forget(self) -> None:
+        """Drop what was said so far."""
+        self._lines.clear()
+
+    def last(self, ended: bool) -> list[str]:
+        """What was said since `forget`; of a child that ended, to the last word."""
+        if ended:
+            self._thread.join(timeout=1.0)  # a rank that outlives the child may hold the stream open
+        return list(self._lines)
+
+
+class Child:
+    """One scorer's child. It leads a process group of its own, so that its ranks end with it."""
+
+    def __init__(self, python: str, side: str, follow: Callable[[str], None] | None) -> None:
+        """Start it and wait until it is ready; `follow` takes every line of its stderr. XdError 70: it does not start."""
+        answers, answers_fd = os.pipe()
+        try:
+            command = [python, "-P", "-m", "libxd.scoring.child", "--side", side, "--fd", str(answers_fd),
+                       "--parent", str(os.getpid())]  # fmt: skip
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                pass_fds=(answers_fd,), process_group=0,
+            )  # fmt: skip
+        except OSError as error:
+            os.close(answers)
+            raise XdError(f"the interpreter does not run: {error.strerror}", status=Status.MISSING, code="missing",
+                          where=python) from error
+        finally:
+            os.close(answers_fd)
+        self._answers = os.fdopen(answers, "rb")
+        self.chatter = Chatter(self._process.stderr, follow)
+        try:
+            self._receive()
+        except ChildDied as death:
+            said = self.chatter.last(ended=True)
+            raise XdError(f"the scorer does not start: it {death.how}{': ' + said[-1] if said else ''}",
+                          status=Status.BUG, code="no-scorer", where=python, hint="is xd installed there?") from death
+        except BaseException:
+            self.kill()
+            raise
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send a request, wait for the answer. ChildDied when there comes none."""
+        self.chatter.forget()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died before: _receive says how
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        return self._receive()
+
+    def _receive(self) -> dict[str, Any]:
+        # The end of the pipe alone does not tell of the child's death: a forked rank may hold it open.
+        while not select.select([self._answers], [], [], _POLL_S)[0]:
+            if self._process.poll() is not None and not select.select([self._answers], [], [], 0)[0]:
+                raise self._died()
+        line = self._answers.readline()
+        if not line:
+            raise self._died()
+        return json.loads(line)
+
+    def _died(self) -> ChildDied:
+        try:
+            returncode = self._process.wait(TERM_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # it closed the pipe and lives on: nothing more can come of it
+            self.kill()
+            returncode = self._process.wait()
+        self.kill()  # whatever ranks it left
+        return ChildDied(returncode)
+
+    def close(self) -> None:
+        """Let it give its engine back and leave; end it when it does not."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End it and its process group: asked first, so that no temporary file stays; then not asked."""
+        if self._process.poll() is None:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(TERM_TIMEOUT_S)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _signal(self, signum: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signum)

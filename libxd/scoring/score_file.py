@@ -1,0 +1,92 @@
+"""score_<side>.safetensors: what one side says of every token, and under which conditions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from libxd import canon, schema, tensors
+from libxd.errors import Status, XdError
+from libxd.tensors import TensorFile
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from libxd.runtimes.protocol import Scores
+    from libxd.sequences import Sequences
+
+SCHEMA_VERSION = "xd.score.v1"
+#: dtype and shape (T tokens) of what an engine hands over
+_FED = {"token_ids": "int32", "selected_ids": "int32", "positions": "int32", "attention_mask": "bool"}
+_CACHES = ("kv_cache", "none")
+#: which tensor of the file the observed identity has the digest of
+_WITNESSED = {"token_ids": "selected_ids", "cu_seqlens": "cu_seqlens", "active_mask": "active_mask"}
+
+
+def name(side: str) -> str:
+    """The file's name in an attempt."""
+    return f"score_{side}.safetensors"
+
+
+def check(scores: Scores, num_tokens: int) -> None:
+    """XdError 70 when an engine's scores have another form than promised. Their values are for the verdict to judge."""
+    found = {"logprobs": scores.logprobs, **{key: getattr(scores.observed, key) for key in _FED}}
+    wanted = {"logprobs": "float32", **_FED}
+    if scores.entropy is not None:
+        found["entropy"], wanted["entropy"] = scores.entropy, "float32"
+    for key, array in found.items():
+        form = (str(getattr(array, "dtype", type(array).__name__)), tuple(getattr(array, "shape", ())))
+        if form != (wanted[key], (num_tokens,)):
+            raise XdError(
+                f"the engine handed over {key} of another form than it promised", status=Status.BUG,
+                code="engine-output", found=f"{form[0]} {list(form[1])}", expected=f"{wanted[key]} [{num_tokens}]",
+            )
+    if scores.observed.cache not in _CACHES:
+        raise XdError("the engine says nothing usable about its cache", status=Status.BUG, code="engine-output",
+                      found=scores.observed.cache, expected=list(_CACHES))
+
+
+def write(path: Path, sequences: Sequences, scores: Scores, metadata: dict[str, Any]) -> bool:
+    """Publish a score file. token_ids are those whose logprobs were taken. False: the same bytes were there."""
+    schema.validate("score_metadata", metadata, str(path))
+    arrays = {
+        "cu_seqlens": sequences.cu_seqlens.astype("int64", copy=False),
+        "token_ids": scores.observed.selected_ids,
+        "logprobs": _one_nan(scores.logprobs),
+    }
+    if scores.entropy is not None:
+        arrays["entropy"] = _one_nan(scores.entropy)
+    arrays["active_mask"] = sequences.active_mask.astype("bool", copy=False)
+    return tensors.write(path, arrays, metadata)
+
+
+def validate(path: Path, expected: dict[str, Any], observed: dict[str, Any]) -> None:
+    """A score file that stands already: well-formed, of this case, and what its readback speaks of; else XdError 65.
+
+    expected: what its metadata must say (side, case_id, repeat, execution_key). observed: the readback's block.
+    """
+    with TensorFile(path) as file:
+        metadata = schema.validate("score_metadata", file.metadata, str(path))
+        for key, value in {**expected, "observed": observed}.items():
+            if metadata[key] != value:
+                raise XdError("a score file of something else", code="foreign-file", where=str(path), path=f"/{key}",
+                              found=metadata[key], expected=value)
+        num_tokens = file.shape("token_ids")[0] if file.shape("token_ids") else None
+        file.expect("token_ids", "int32", (num_tokens,))
+        file.expect("logprobs", "float32", (num_tokens,))
+        file.expect("active_mask", "bool", (num_tokens,))
+        file.expect("cu_seqlens", "int64", (None,))
+        if "entropy" in file.names:
+            file.expect("entropy", "float32", (num_tokens,))
+        for tensor, witness in _WITNESSED.items():
+            digest = canon.digest_bytes(file.raw(tensor))
+            if digest != observed[witness]:
+                raise XdError("a tensor is not the one that was observed", code="tampered", where=str(path),
+                              path=f"/{tensor}", found=digest, expected=observed[witness])
+
+
+def _one_nan(values: np.ndarray) -> np.ndarray:
+    """All NaNs as the same quiet one: what was not scored must not differ in its bits."""
+    import numpy as np
+
+    return np.where(np.isnan(values), np.float32(np.nan), values).astype(np.float32, copy=False)

@@ -1,0 +1,116 @@
+"""What one attempt asks of one side, and whether it has been answered."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from libxd import materialize
+from libxd.errors import Status, XdError
+from libxd.rundir import Attempt
+from libxd.runtimes.protocol import Request
+from libxd.scoring import score_file
+from libxd.scoring.lifecycle import Needs
+
+
+@dataclass(frozen=True)
+class Task:
+    """One side of one materialised attempt: its files, read strictly and found to belong together."""
+
+    attempt: Attempt
+    side: str
+    requested: dict[str, Any]
+    identity: dict[str, Any]
+    materialized: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str], side: str) -> Task:
+        """XdError 65 or 66 for files that are broken, absent or of different cases; 69 for a refused attempt."""
+        attempt = Attempt.open(path)
+        task = cls(attempt, side, attempt.requested(), attempt.identity(), attempt.materialized())
+        task._require_one_case()
+        if task.materialized["status"] == "refused":
+            raise _refused(attempt, [reason["reason"] for reason in task.materialized["refusals"]],
+                           "it was refused when it was materialised")
+        return task
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """This side of materialized.json."""
+        return self.materialized["sides"][self.side]
+
+    @property
+    def needs(self) -> Needs:
+        return Needs.of(self.plan, self.identity)
+
+    @property
+    def request(self) -> Request:
+        """The request-level part of the case."""
+        return Request(
+            batch_size=next(knob["materialized"] for knob in self.plan["knobs"] if knob["knob"] == "batch.size"),
+            mode=self.identity["rollout_mode"] if self.side == "rollout" else "teacher_forced",
+            submission=self.materialized["submission"],
+            semantics=self.identity["semantics"],
+        )
+
+    @property
+    def stamp(self) -> dict[str, Any]:
+        """What readback and score file say of where they belong."""
+        return {
+            "side": self.side,
+            "case_id": self.materialized["case_id"],
+            "repeat": self.materialized["repeat"],
+            "execution_key": self.materialized["execution_key"],
+        }
+
+    def answered(self) -> bool:
+        """Whether readback and score file both stand and are this task's.
+
+        False when the scoring must (still, or again) be done. XdError 69 when it was done and refused; 73 when a
+        sealed attempt would grow or other evidence stands there; 65 when what stands there is broken.
+        """
+        readback_name, score_name = f"readback_{self.side}.json", score_file.name(self.side)
+        for name in (readback_name, score_name):
+            self.attempt.refuse_growth(name)
+        if not self.attempt.has(readback_name):
+            return False
+        readback = self.attempt.readback(self.side)
+        for key, value in self.stamp.items():
+            if readback[key] != value:
+                raise XdError(
+                    "a readback of another execution stands there and was kept", status=Status.CONFLICT,
+                    code="output-differs", where=str(self.attempt.file(readback_name)), path=f"/{key}",
+                    found=readback[key], expected=value, hint="take a new attempt",
+                )
+        scored = self.attempt.has(score_name)
+        if readback["status"] == "refused":
+            if scored:
+                raise XdError("scores stand beside a readback that refused them", code="tampered",
+                              where=str(self.attempt.file(score_name)), hint="take a new attempt")
+            raise _refused(self.attempt, [reason["reason"] for reason in readback["refusals"]],
+                           "its scores were refused at read-back", hint="a retry needs a new attempt")
+        if scored:
+            score_file.validate(self.attempt.file(score_name), self.stamp, readback["observed"])
+        return scored
+
+    def _require_one_case(self) -> None:
+        where = self.attempt.file("materialized.json")
+        for key in ("repeat", "submission"):
+            if self.requested[key] != self.materialized[key]:
+                raise XdError("does not belong to the request beside it", code="foreign-file", where=str(where),
+                              path=f"/{key}", found=self.materialized[key], expected=self.requested[key])
+        key = materialize.execution_key(self.materialized)
+        if key != self.materialized["execution_key"]:
+            raise XdError("the execution key is not that of its content", code="tampered", where=str(where),
+                          path="/execution_key", found=self.materialized["execution_key"], expected=key)
+        for part, value in self.requested["identity"].items():
+            if self.identity[part] != value:
+                raise XdError("is not the identity that was requested", code="foreign-file",
+                              where=str(self.attempt.file("identity.json")), path=f"/{part}",
+                              found=self.identity[part], expected=value)
+
+
+def _refused(attempt: Attempt, reasons: list[str], what: str, hint: str = "") -> XdError:
+    return XdError(f"{what}: {'; '.join(dict.fromkeys(reasons))}", status=Status.REFUSED, code="refused",
+                   where=str(attempt), hint=hint)
