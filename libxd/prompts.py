@@ -71,7 +71,9 @@ def digest(prompts: list[Prompt]) -> str:
 
 def _parse_row(line: bytes | str, where: str) -> Prompt:
     row = strictjson.loads(line, where, max_bytes=MAX_ROW_BYTES)
-    if isinstance(row, dict) and sum(kind in row for kind in KINDS) != 1:
+    if not isinstance(row, dict):
+        raise XdError("a prompt is a JSON object", code="wrong-type", where=where, found=row)
+    if sum(kind in row for kind in KINDS) != 1:
         raise XdError("a prompt has either messages or text", code="missing-field", where=where, found=sorted(row))
     schema.validate("prompt", row, where)
     return Prompt(row["id"], {kind: row[kind] for kind in KINDS if kind in row}, where)

@@ -16,3 +16,6 @@ TINY_K3_RELATIVE = 1e-9
 TREE_MEAN_RELATIVE = 1e-14
 #: per-sequence float64 sums of float32 differences, added one by one, against `math.fsum`, relative
 SEQUENCE_SUM_RELATIVE = 1e-12
+
+#: a 135M model in float32: decoding through the KV cache against one pass over the same tokens, in nats
+DECODE_AGAINST_ONE_PASS_FLOAT32_NATS = 1e-4

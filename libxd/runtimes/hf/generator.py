@@ -5,6 +5,7 @@ Shapes: B rows, V vocabulary, P padded prompt length, S cached length.
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,9 @@ class Generator:
             raise XdError(f"transformers cannot load this checkpoint: {error}", code="bad-checkpoint",
                           where=str(directory)) from error  # fmt: skip
         self._model = model.to(self._device).eval()
+        # transformers 5 renamed the argument on the way
+        accepted = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
 
     def encode(self, prompt: dict[str, Any]) -> list[int]:
         if "text" in prompt:
@@ -71,6 +75,8 @@ class Generator:
             raise XdError(f"the chat template refuses the conversation: {error}", code="chat-template") from error
 
     def prefill(self, prompts: list[list[int]]) -> np.ndarray:
+        from transformers import DynamicCache
+
         torch = self._torch
         width = max(map(len, prompts))
         # Padding on the left, so that every row's next token comes at the same place of the cache. Which id pads is
@@ -78,7 +84,7 @@ class Generator:
         ids_BP = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
         self._mask_BS = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
         positions_BP = (self._mask_BS.cumsum(1) - 1).clamp(min=0)
-        self._cache = None
+        self._cache = DynamicCache(config=self._model.config)
         return self._forward(ids_BP, positions_BP)
 
     def step(self, ids: list[int]) -> np.ndarray:
@@ -90,16 +96,15 @@ class Generator:
     def _forward(self, ids: Any, positions: Any) -> np.ndarray:
         """Logits float32 [B, V] of the last place of every row; the cache grows by the ids."""
         with self._torch.inference_mode():
-            output = self._model(
+            logits = self._model(
                 input_ids=ids.to(self._device),
                 position_ids=positions.to(self._device),
                 attention_mask=self._mask_BS.to(self._device),
-                past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=1,
-            )
-        self._cache = output.past_key_values
-        return output.logits[:, -1].float().cpu().numpy()
+                **{self._cache_argument: self._cache},
+            ).logits
+        return logits[:, -1].float().cpu().numpy()
 
     def describe(self) -> dict[str, Any]:
         import transformers
