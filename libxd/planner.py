@@ -48,16 +48,15 @@ def rows(experiment: Experiment, repeats: int = 0, submission: str = "canonical"
         "executable": not experiment.resolution.missing,
         "missing": experiment.resolution.missing,
     }
-    pinned = canon.dumps(identity.pinned(shared["identity"]))
-    contract, scenario = canon.dumps(shared["contract"]), canon.dumps(_scenario(shared))
     parts = _Parts()
+    pinned, scenario = canon.dumps(identity.pinned(shared["identity"])), canon.dumps(_scenario(shared))
 
     def case(changes: Sequence[tuple[Intervention, Any]]) -> dict[str, Any]:
         values = experiment.baseline | {item.path: value for item, value in changes}
         operators = experiment.operators or _both_sides(values["logp.backend"])
         digest = canon.digest_bytes(canon.join({
-            "values": parts.of(values), "operators": parts.of(operators), "contract": contract,
-            "identity": pinned, "scenario": scenario}))  # fmt: skip
+            "identity": pinned, "scenario": scenario, "contract": parts.of(shared["contract"]),
+            "values": parts.of(values), "operators": parts.of(operators)}))  # fmt: skip
         return shared | {
             "case_id": f"c-{digest[:16]}",
             "case_digest": digest,
@@ -107,11 +106,11 @@ def encode(plan: Sequence[dict[str, Any]]) -> Iterator[bytes]:
     parts = _Parts()
     for row in plan:
         schema.validate("plan_row", row, row["case_id"])
-        yield canon.join({name: parts.of(part) for name, part in row.items()})
+        yield parts.of(row)
 
 
 class _Parts:
-    """Canonical bytes of the parts of rows. What rows share is made canonical once: planning is mostly this."""
+    """Canonical bytes of rows and their parts. What rows share is made canonical once: planning is mostly this."""
 
     def __init__(self) -> None:
         self._by_object: dict[int, tuple[Any, bytes]] = {}  # holds the object, so that its id stays its own
@@ -124,8 +123,10 @@ class _Parts:
                 self._by_scalar[key] = canon.dumps(part)
             return self._by_scalar[key]
         if id(part) not in self._by_object:
-            flat = isinstance(part, dict) and not any(isinstance(item, dict | list) for item in part.values())
-            whole = canon.join({name: self.of(item) for name, item in part.items()}) if flat else canon.dumps(part)
+            if isinstance(part, dict):
+                whole = canon.join({name: self.of(item) for name, item in part.items()})
+            else:
+                whole = b"[" + b",".join([self.of(item) for item in part]) + b"]"
             self._by_object[id(part)] = part, whole
         return self._by_object[id(part)][1]
 

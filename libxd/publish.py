@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -44,7 +43,7 @@ def publish_json(path: str | os.PathLike[str], schema_name: str, value: Any) -> 
 @contextlib.contextmanager
 def temporary(path: Path) -> Iterator[BinaryIO]:
     """An open file under a temporary name beside `path`; the name is gone afterwards, whatever happened."""
-    name = path.parent / f"{TEMPORARY_PREFIX}{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    name = path.parent / f"{TEMPORARY_PREFIX}{path.name}-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         with open(name, "x+b") as file:  # the umask decides the mode
             yield file
@@ -83,7 +82,7 @@ def point(link: Path, target: Path) -> None:
             where=str(link),
             hint="move it away",
         )
-    name = link.parent / f"{TEMPORARY_PREFIX}{link.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    name = link.parent / f"{TEMPORARY_PREFIX}{link.name}-{os.getpid()}-{os.urandom(4).hex()}"
     with _system_errors(link):
         try:
             os.symlink(os.path.relpath(target, link.parent), name)
