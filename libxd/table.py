@@ -114,7 +114,9 @@ def _effects(row: Row, baseline: Row) -> dict[str, SideEffect]:
 
 
 def _reason(refusal: dict[str, Any]) -> str:
-    place = " ".join(str(refusal[key]) for key in ("side", "knob") if refusal.get(key))
+    side, knob = refusal.get("side"), refusal["knob"]
+    named = knob is not None and side is not None and knob.startswith(side)  # the knob's name says the side, too
+    place = " ".join(part for part in (None if named else side, knob) if part)
     return f"{place}: {refusal['reason']}" if place else refusal["reason"]
 
 
@@ -122,6 +124,7 @@ def _reason(refusal: dict[str, Any]) -> str:
 
 _HEAD = ("changed knob", "verdict", "mismatches", "mean", "p99", "max", "side", "mean", "max", "floor")
 _RIGHT = (False, False, True, True, True, True, False, True, True, False)
+_LEAST = (12, 8, 10, 7, 7, 7, 8, 7, 7, 6)  # widths: so that most tables are laid out alike
 _GAP = "  "
 
 
@@ -129,12 +132,15 @@ def lines(table: Table, style: Callable[[str, str], str] = lambda text, what: te
     """A table of at most 120 columns. style(text, what) may colour a padded cell: what is a verdict or a standing."""
     notes: list[str] = []
     body = [row for each in table.rows for row in _cells(each, _name(each, table.rows), notes)]
-    widths = [max(len(line[i]) for line in (_HEAD, *body)) for i in range(len(_HEAD))]
+    full = [cells for cells in body if any(cells[2:])]  # what was not judged runs on over the empty columns
+    widths = [max(_LEAST[i], *(len(cells[i]) for cells in (_HEAD, *full))) for i in range(len(_HEAD))]
+    widths[0] = max(widths[0], *(len(cells[0]) for cells in body))
     widths[0] = min(widths[0], WIDTH - sum(widths[1:]) - len(_GAP) * (len(widths) - 1))
     left = sum(widths[:3]) + 3 * len(_GAP)
-    over = _center("|training - rollout|", sum(widths[3:6]) + 2 * len(_GAP))
-    out = [*_title(table), "", f"{'':{left}}{over}{_GAP}effect against the baseline", _line(_HEAD, widths), ""]
-    out[-1] = "-" * len(out[-2])
+    over = " |training - rollout| ".center(sum(widths[3:6]) + 2 * len(_GAP), "-")
+    beside = " effect against the baseline ".center(sum(widths[6:]) + 3 * len(_GAP), "-")
+    head = _line(_HEAD, widths)
+    out = [*_title(table), "", f"{'':{left}}{over}{_GAP}{beside}", head, "-" * len(head)]
     for cells in body:
         wrapped = _wrap(cells[0], widths[0])
         out.append(_line((wrapped[0], *cells[1:]), widths, style))
@@ -165,11 +171,12 @@ def _cells(row: Row, name: str, notes: list[str]) -> list[tuple[str, ...]]:
         if row.reason not in notes:
             notes.append(row.reason)
         verdict += f" [{notes.index(row.reason) + 1}]"
-    counts = row.comparison["counts"] if row.comparison else None
-    difference = row.comparison["logprob_difference"] if row.comparison else {}
+    if row.comparison is None:
+        return [(name, verdict, *[""] * 8)]
+    counts, difference = row.comparison["counts"], row.comparison["logprob_difference"]
     judged = (
         f"{counts['mismatches']}/{counts['active']}" if counts else "-",
-        *(_number(difference.get(key)) for key in ("mean_absolute", "p99_absolute", "max_absolute")),
+        *(_number(difference[key]) for key in ("mean_absolute", "p99_absolute", "max_absolute")),
     )
     effects = [
         (side, _number(effect.mean_absolute), _number(effect.max_absolute), mark) for side, effect, mark in row.effects
@@ -184,14 +191,16 @@ def _name(row: Row, rows: list[Row]) -> str:
 
 
 def _legend(table: Table) -> list[str]:
-    text = "In nats, over active tokens. Effect: |logprob here - logprob of the baseline|, same tokens, same side. "
     floors = [f"{side} mean {_number(f[0])}, max {_number(f[1])}" for side, f in table.floors.items() if f]
     if floors:
         times = "1 repeat" if table.repeats == 1 else f"{table.repeats} repeats"
-        text += f"Noise floor ({times} of the baseline): {'; '.join(floors)}."
+        noise = f"Noise floor ({times} of the baseline): {'; '.join(floors)}."
     else:
-        text += "Noise floor: not measured (no repeat of the baseline; xd-plan --repeats 1 plans one)."
-    return textwrap.wrap(text, WIDTH, break_on_hyphens=False)
+        noise = "Noise floor: not measured (no repeat of the baseline; xd-plan --repeats 1 plans one)."
+    return [
+        "In nats, over active tokens. Effect: |logprob here - logprob of the baseline|, same tokens, same side.",
+        noise,
+    ]
 
 
 def _line(cells: tuple[str, ...], widths: list[int], style: Callable[[str, str], str] | None = None) -> str:
@@ -215,16 +224,12 @@ def _wrap(text: str, width: int) -> list[str]:
     return [line.rstrip() for line in out]
 
 
-def _center(text: str, width: int) -> str:
-    return f" {text} ".center(width, "-") if len(text) + 2 <= width else f"{text:<{width}}"
-
-
 def _number(value: float | None) -> str:
     """Three significant digits; "-" for what is undefined."""
     if value is None:
         return "-"
-    mantissa, _, exponent = f"{value:.3g}".partition("e")
-    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
+    mantissa, _, exponent = (f"{value:#.3g}" if value else "0").partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa.rstrip(".")
 
 
 def _change(change: dict[str, Any]) -> str:

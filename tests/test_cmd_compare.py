@@ -1,0 +1,167 @@
+"""xd-compare as its users meet it: operands and stdin, stdout alone for results, exit statuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from comparison_fixtures import floats, refused, rewrite_score, score_path, scored, snapshot
+
+from libxd import schema
+
+BASE = floats(-1, -2, -3, -4)
+
+
+def test_paths_in_paths_out_and_drift_is_no_error(xd, tmp_path: Path) -> None:
+    same = scored(tmp_path, BASE, BASE)
+    other = scored(tmp_path, BASE, BASE + np.float32(1))
+    ran = xd("xd-compare", stdin=f"{same}\n\n{other}\n")
+    assert (ran.status, ran.out, ran.err) == (0, f"{same}\n{other}\n", "")
+    assert same.comparison()["status"] == "PASS"
+    assert other.comparison()["status"] == "MISMATCH"
+    assert xd("xd-compare", same, other).out == ran.out
+
+
+def test_exit_code_asks_for_pass(xd, tmp_path: Path) -> None:
+    same, other = scored(tmp_path, BASE, BASE), scored(tmp_path, BASE, BASE + np.float32(1))
+    assert xd("xd-compare", "--exit-code", same).status == 0
+    ran = xd("xd-compare", "--exit-code", other, same)
+    assert (ran.status, ran.out) == (1, f"{other}\n{same}\n")
+    assert xd("xd-compare", "--exit-code", tmp_path / other.case_id / "a0009").status == 66
+
+
+def test_json_prints_the_comparison(xd, tmp_path: Path) -> None:
+    attempt = scored(tmp_path, BASE, BASE)
+    ran = xd("xd-compare", "--json", attempt)
+    assert ran.out.encode() == attempt.file("comparison.json").read_bytes()
+
+
+def test_a_bad_attempt_is_reported_and_not_passed_on(xd, tmp_path: Path) -> None:
+    good, bad = scored(tmp_path, BASE, BASE), scored(tmp_path, BASE, BASE)
+    score_path(bad, "rollout").write_bytes(b"short")
+    before = snapshot(bad)
+    ran = xd("xd-compare", bad, tmp_path / "nowhere", good)
+    assert (ran.status, ran.out) == (65, f"{good}\n")
+    assert len(ran.err.splitlines()) == 2
+    assert ran.err.startswith(f"xd-compare: {score_path(bad, 'rollout')}: ")
+    assert snapshot(bad) == before
+
+
+def test_a_refused_attempt_is_69(xd, tmp_path: Path) -> None:
+    attempt = refused(tmp_path, ("rollout.dtype", "float16"), "no half precision here")
+    ran = xd("xd-compare", attempt)
+    assert (ran.status, ran.out) == (69, "")
+    assert "no half precision here" in ran.err
+
+
+def test_a_missing_score_is_66_and_log_json_says_so(xd, tmp_path: Path) -> None:
+    attempt = scored(tmp_path, BASE, BASE)
+    score_path(attempt, "training").unlink()
+    ran = xd("xd-compare", "--log-json", attempt)
+    assert ran.status == 66
+    (record,) = map(json.loads, ran.err.splitlines())
+    assert (record["code"], record["where"]) == ("missing", str(score_path(attempt, "training")))
+
+
+def test_an_output_that_differs_is_73_and_kept(xd, tmp_path: Path) -> None:
+    attempt = scored(tmp_path, BASE, BASE)
+    assert xd("xd-compare", attempt).status == 0
+    rewrite_score(attempt, "rollout", logprobs=BASE + np.float32(1))
+    before = snapshot(attempt)
+    assert xd("xd-compare", attempt).status == 73
+    assert snapshot(attempt) == before
+
+
+def test_a_place_without_room_leaves_nothing_half_written(root: Path, tmp_path: Path) -> None:
+    attempt = scored(tmp_path, BASE, BASE)
+    before = snapshot(attempt)
+    command = f"ulimit -f 1; exec {root / 'tools' / 'xd-compare'} {attempt}"  # files of at most 1024 bytes
+    ran = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, env={**os.environ, "XD_PYTHON": sys.executable}
+    )
+    assert (ran.returncode, ran.stdout, len(ran.stderr.splitlines())) == (73, "", 1)
+    assert "cannot be written" in ran.stderr
+    assert snapshot(attempt) == before
+
+
+@pytest.mark.parametrize("place", ["a1", "c-0123/a0001", "../../etc"])
+def test_what_is_no_attempt_is_65(xd, tmp_path: Path, place: str) -> None:
+    assert xd("xd-compare", tmp_path / place).status == 65
+
+
+def test_against_prints_the_effect_and_stores_nothing(xd, tmp_path: Path) -> None:
+    base = scored(tmp_path, BASE, BASE)
+    other = scored(tmp_path, BASE + floats(0, 0, 0, 0.5), BASE, change=("rollout.dtype", "bfloat16"))
+    before = snapshot(other)
+    ran = xd("xd-compare", "--against", base, other, base)
+    assert ran.status == 0
+    first, second = (schema.validate("effect", json.loads(line), "line") for line in ran.out.splitlines())
+    assert (first["attempt"], first["against"]) == (str(other), str(base))
+    assert (first["rollout"]["max_absolute"], first["training"]["max_absolute"]) == (0.5, 0)
+    assert second["rollout"]["bitwise_equal_share"] == 1
+    assert snapshot(other) == before
+
+
+def test_against_other_tokens_is_65(xd, tmp_path: Path) -> None:
+    ran = xd("xd-compare", "--against", scored(tmp_path, BASE, BASE), scored(tmp_path, BASE[:2], BASE[:2]))
+    assert (ran.status, ran.out) == (65, "")
+    assert "scored other tokens" in ran.err
+
+
+def test_table_prints_rows_and_exit_code_asks_all(xd, tmp_path: Path) -> None:
+    base, other = scored(tmp_path, BASE, BASE), scored(tmp_path, BASE, BASE, change=("batch.size", 1))
+    assert xd("xd-compare", base, other).status == 0
+    ran = xd("xd-compare", "--table", "--exit-code", stdin=f"{base}\n{other}\n")
+    assert ran.status == 0
+    assert "batch.size=1" in ran.out
+    assert "\x1b" not in ran.out
+    left_off = scored(tmp_path, BASE, BASE, change=("batch.size", 2))
+    ran = xd("xd-compare", "--table", "--exit-code", base, left_off)
+    assert ran.status == 1
+    assert "incomplete" in ran.out
+    assert xd("xd-compare", "--table", base, left_off).status == 0
+    assert not left_off.has("comparison.json"), "the table judges nothing"
+
+
+def test_a_table_of_nothing_is_not_all_pass(xd) -> None:
+    ran = xd("xd-compare", "--table", "--exit-code")
+    assert (ran.status, ran.out) == (1, "")
+    assert xd("xd-compare", "--table").status == 0
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_colour_on_a_terminal_alone_and_never_with_no_color(root: Path, tmp_path: Path, xd, no_color: bool) -> None:
+    attempt = scored(tmp_path, BASE, BASE)
+    xd("xd-compare", attempt)
+    master, slave = pty.openpty()
+    environment = {**os.environ, "XD_PYTHON": sys.executable}
+    environment.pop("NO_COLOR", None)
+    if no_color:
+        environment["NO_COLOR"] = "1"
+    command = [root / "tools" / "xd-compare", "--table", str(attempt)]
+    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=slave, env=environment, check=True)
+    os.close(slave)
+    shown = b""
+    try:
+        while part := os.read(master, 1 << 16):
+            shown += part
+    except OSError:  # EIO: the other end is closed, all was read
+        pass
+    os.close(master)
+    assert b"PASS" in shown
+    assert (b"\x1b[32mPASS" in shown) is not no_color
+
+
+@pytest.mark.parametrize(
+    "options", [["--json", "--table"], ["--against", "x", "--table"], ["--against", "x", "--exit-code"]]
+)
+def test_questions_that_exclude_one_another_are_usage(xd, options: list[str]) -> None:
+    ran = xd("xd-compare", *options, "attempt")
+    assert ran.status == 2
+    assert len(ran.err.splitlines()) == 1

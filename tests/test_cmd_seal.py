@@ -1,0 +1,69 @@
+"""xd-seal as its users meet it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from comparison_fixtures import floats, refused, rewrite_json, scored
+
+from libxd import comparison
+from libxd.rundir import Attempt
+
+
+def compared(root: Path) -> Attempt:
+    attempt = scored(root, floats(-1, -2), floats(-1, -2))
+    comparison.compare(attempt)
+    return attempt
+
+
+def test_paths_in_paths_out(xd, tmp_path: Path) -> None:
+    first, second = compared(tmp_path), compared(tmp_path)
+    ran = xd("xd-seal", stdin=f"{first}\n{second}\n")
+    assert (ran.status, ran.out, ran.err) == (0, f"{first}\n{second}\n", "")
+    assert first.sealed
+    assert second.sealed
+    assert xd("xd-seal", first, second).out == ran.out
+
+
+def test_verify_answers(xd, tmp_path: Path) -> None:
+    whole, open_, touched = compared(tmp_path), compared(tmp_path), compared(tmp_path)
+    assert xd("xd-seal", whole, touched).status == 0
+    rewrite_json(touched, "comparison.json", status="MISMATCH")
+    touched.file("more").write_text("")
+    assert xd("xd-seal", "--verify", whole).status == 0
+    ran = xd("xd-seal", "--verify", whole, touched, open_)
+    assert (ran.status, ran.out) == (1, f"{whole}\n")
+    assert f"{touched}: comparison.json: changed" in ran.err
+    assert f"{touched}: more: added" in ran.err
+    assert f"{open_}: COMPLETE: missing" in ran.err
+    assert not open_.sealed, "--verify writes nothing"
+    assert xd("xd-seal", "--verify", tmp_path / "test" / "cases" / whole.case_id / "a0099").status == 66
+
+
+def test_an_incomplete_attempt_is_66_and_a_refused_one_69(xd, tmp_path: Path) -> None:
+    incomplete = scored(tmp_path, floats(-1), floats(-1))
+    ran = xd("xd-seal", incomplete, compared(tmp_path))
+    assert ran.status == 66
+    assert len(ran.out.splitlines()) == 1
+    assert xd("xd-seal", refused(tmp_path, ("rollout.dtype", "float16"), "no")).status == 69
+
+
+def test_a_tampered_attempt_is_73(xd, tmp_path: Path) -> None:
+    attempt = compared(tmp_path)
+    xd("xd-seal", attempt)
+    rewrite_json(attempt, "readback_rollout.json", engine={"changed": True})
+    ran = xd("xd-seal", attempt)
+    assert (ran.status, ran.out) == (73, "")
+    assert "xd-seal --verify" in ran.err
+
+
+def test_sealing_and_verifying_load_no_numpy(tmp_path: Path) -> None:
+    attempt = compared(tmp_path)
+    code = (
+        "import sys; from libxd import seal; from libxd.rundir import Attempt; a = Attempt(sys.argv[1]); "
+        "seal.seal(a); assert seal.verify(a) == []; print('numpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, attempt.path], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
