@@ -40,7 +40,7 @@ class Snapshot:
         """Digest every weight the engine holds now. Several dtypes are named joined by "+"."""
         digests, dtypes = {}, set()
         for name, dtype, shape, raw in engine.parameters():
-            digests[name] = checkpoint.parameter_digest(dtype, shape, raw)
+            digests[name] = checkpoint.parameter_digest(dtype, shape, [raw])
             dtypes.add(dtype)
         state = engine.state()
         return cls(digests, "+".join(sorted(dtypes)), state["mode"], bool(state["optimizer"]))
