@@ -208,7 +208,12 @@ class Engine(ABC):
 def build(
     synthetic: dict[str, Any], dtype: str, kernels: Kernels, *, tensor_parallel_size: int = 1, fsdp_world_size: int = 0
 ) -> Decoder:
-    """The model of a synthetic checkpoint, cast to `dtype` and spread as asked (fsdp_world_size 0: not at all)."""
+    """The model of a synthetic checkpoint, cast to `dtype` and spread as asked (fsdp_world_size 0: not at all).
+
+    The process computes on one thread from now on: products this small gain nothing from more, and their results no
+    longer depend on how many cores there are.
+    """
+    torch.set_num_threads(1)
     shape = geometry.of(synthetic)
     tensors = {name: torch.from_numpy(array).to(DTYPES[dtype]) for name, array in weights.parameters(synthetic).items()}
     store: TensorParallelStore | FlatShardStore
