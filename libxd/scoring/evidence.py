@@ -97,12 +97,13 @@ def _mode(asked: str, cache: str) -> str:
 
 
 def _semantics(asked: dict[str, Any], temperatures: set[float]) -> dict[str, Any] | None:
-    """The semantics with the temperature that the operator saw; raw logprobs are taken at 1, whatever it sampled at."""
+    """The semantics as the operator saw them: raw logprobs are taken at 1, whatever temperature sampled the tokens."""
     if len(temperatures) != 1:
         return None
     (seen,) = temperatures
-    wanted = asked["temperature"] if asked["logprobs"] == "processed" else 1.0
-    return asked if seen == wanted else {**asked, "temperature": seen}
+    if asked["logprobs"] == "processed":
+        return {**asked, "temperature": seen}
+    return asked if seen == 1.0 else {**asked, "logprobs": "processed", "temperature": seen}
 
 
 def _model_state(before: Snapshot, after: Snapshot, expected_weights: str | None) -> str | None:

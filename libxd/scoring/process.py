@@ -72,7 +72,7 @@ class Child:
     """One scorer's child. It leads a process group of its own, so that its ranks end with it."""
 
     def __init__(self, python: str, side: str, follow: Callable[[str], None] | None) -> None:
-        """Start it and wait until it is ready; `follow` takes every line of its stderr. XdError 70: it does not start."""
+        """Start it, wait until it is ready; `follow` takes every line of its stderr. XdError 70: it does not start."""
         answers, answers_fd = os.pipe()
         try:
             command = [python, "-P", "-m", "libxd.scoring.child", "--side", side, "--fd", str(answers_fd),

@@ -88,11 +88,14 @@ class Run:
             score_file.write(attempt.file(score_file.name(side)), self.sequences, self.scores, self._metadata())
         self._publish_readback()
         if self.refusals:
-            first = self.refusals[0]
-            said = dict.fromkeys(f"{refusal.knob or refusal.stage}: {refusal.reason}" for refusal in self.refusals)
-            raise XdError(
-                "; ".join(said), status=Status.REFUSED, code="refused", found=first.observed, expected=first.expected,
-            )
+            raise self._refused()
+
+    def _refused(self) -> XdError:
+        """All refusals in one line, with the values of the first that is about values."""
+        said = dict.fromkeys(f"{refusal.knob or refusal.stage}: {refusal.reason}" for refusal in self.refusals)
+        valued = next((refusal for refusal in self.refusals if refusal.expected is not None), None)
+        facts = {"found": valued.observed, "expected": valued.expected} if valued else {}
+        return XdError("; ".join(said), status=Status.REFUSED, code="refused", **facts)
 
     def _publish_readback(self) -> None:
         attempt, name = self.task.attempt, f"readback_{self.task.side}.json"

@@ -1,0 +1,174 @@
+"""Engines that break a promise, one a test: caught before scoring, right after it, or by the identity they leave."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scoring_fixtures import Bench, frozen
+from scripted_engine import OTHER, SEEN_RUNNING
+
+from libxd import identity, knobs
+from libxd.errors import Status
+from libxd.scoring import evidence
+from libxd.scoring.evidence import Snapshot
+from libxd.tensors import TensorFile
+
+
+@pytest.fixture
+def bench(xd, tmp_path):
+    return Bench(xd, tmp_path)
+
+
+def violations(bench, path):
+    """What identity says of an attempt whose rollout side was scored."""
+    attempt = bench.open(path)
+    readback = attempt.readback("rollout")
+    with TensorFile(attempt.file("score_rollout.safetensors")) as file:
+        score = {"metadata": file.metadata}
+    judge = identity._Judge(attempt.identity(), "rollout", readback, score, True)
+    return {code for code, *_ in judge.violations()}
+
+
+@pytest.mark.parametrize("side", knobs.BOTH)
+def test_an_engine_that_ignores_any_one_knob_is_caught_and_publishes_no_scores(bench, side):
+    names = [knob.path for knob in knobs.of_side(side)]
+    honest, *paths = bench.attempts("plain", *(f"ignores:{name}" for name in names))
+    ran = bench.score(honest, *paths, side=side)
+    assert (ran.status, ran.out.splitlines()) == (Status.REFUSED, [honest])
+    assert bench.files(honest) == {f"readback_{side}.json", f"score_{side}.safetensors"}
+    for name, path in zip(names, paths, strict=True):
+        assert bench.files(path) == {f"readback_{side}.json"}, name
+        readback = bench.open(path).readback(side)
+        assert readback["status"] == "refused"
+        stage = "behaviour" if name in SEEN_RUNNING else "settings"
+        assert [(r["knob"], r["stage"], r["observed"]) for r in readback["refusals"]] == [(name, stage, OTHER[name])]
+        assert (readback["operator"]["calls"] > 0) == (stage == "behaviour")  # a refused setting is not scored with
+        assert f"{name}: the engine uses another value" in ran.err
+
+
+@pytest.mark.parametrize("act", ["hides", "forgets"])
+@pytest.mark.parametrize("name", ["rollout.dtype", "batch.size"])
+def test_an_engine_that_cannot_show_a_knob_is_refused_in_strict_mode_and_recorded_otherwise(bench, act, name):
+    strict, loose = bench.materialize(bench.case(f"{act}:{name}"), bench.case(f"{act}:{name}", repeat=1, strict=False))
+    ran = bench.score(strict, loose)
+    assert (ran.status, ran.out.splitlines()) == (Status.REFUSED, [loose])
+    assert [r["knob"] for r in bench.open(strict).readback("rollout")["refusals"]] == [name]
+    readback = bench.open(loose).readback("rollout")
+    record = next(record for record in readback["knobs"] if record["knob"] == name)
+    assert (record["status"], record["actual"], readback["status"]) == ("unobservable", None, "ok")
+
+
+def test_an_ignored_knob_is_recorded_where_it_is_not_refused(bench):
+    (path,) = bench.materialize(bench.case("ignores:rollout.dtype", strict=False))
+    assert bench.score(path).status == 0
+    record = next(r for r in bench.open(path).readback("rollout")["knobs"] if r["knob"] == "rollout.dtype")
+    assert (record["status"], record["actual"]) == ("ignored", "float16")
+
+
+def test_an_engine_that_never_calls_the_operator_is_refused_in_every_mode(bench):
+    paths = bench.materialize(bench.case("avoids-operator"), bench.case("avoids-operator", repeat=1, strict=False))
+    ran = bench.score(*paths)
+    assert (ran.status, ran.out) == (Status.REFUSED, "")
+    for path in paths:
+        assert bench.files(path) == {"readback_rollout.json"}
+        assert [r["stage"] for r in bench.open(path).readback("rollout")["refusals"]] == ["operator"]
+
+
+@pytest.mark.parametrize(
+    ("act", "stage"), [("refuses-to-open", "settings"), ("refuses-to-score", "behaviour")]
+)
+def test_an_engine_that_finds_out_that_it_cannot_is_refused_and_says_why(bench, act, stage):
+    (path,) = bench.attempts(act)
+    ran = bench.score(path)
+    assert (ran.status, ran.out) == (Status.REFUSED, "")
+    readback = bench.open(path).readback("rollout")
+    assert [(r["stage"], r["knob"]) for r in readback["refusals"]] == [(stage, None)]
+    assert readback["refusals"][0]["reason"] in ran.err
+    assert set(readback["observed"].values()) == {None}
+
+
+def test_a_faithful_engine_leaves_no_violation(bench):
+    (path,) = bench.attempts("plain")
+    assert bench.score(path).status == 0
+    assert violations(bench, path) == set()
+
+
+@pytest.mark.parametrize(
+    ("act", "code"),
+    [("alters-an-id", "token-ids"), ("trains", "weights-changed"), ("leaves-train-mode", "mode-changed"),
+     ("optimizer", "optimizer")],
+)  # fmt: skip
+def test_an_engine_that_breaks_the_identity_is_observed_doing_it(bench, act, code):
+    (path,) = bench.attempts(act)
+    assert bench.score(path).status == 0  # a verdict, not an error
+    assert code in violations(bench, path)
+
+
+def test_a_changed_parameter_is_named(bench):
+    (path,) = bench.attempts("trains")
+    bench.score(path)
+    readback = bench.open(path).readback("rollout")
+    assert set(readback["changed_parameters"]) == {"head"}
+    assert readback["changed_parameters"]["head"] != readback["parameters"]["head"]
+
+
+def test_an_altered_id_stands_in_the_score_file(bench):
+    """The file holds the tokens whose logprobs it gives, not the ones that were asked for."""
+    (path,) = bench.attempts("alters-an-id")
+    bench.score(path)
+    with TensorFile(bench.open(path).file("score_rollout.safetensors")) as file:
+        assert (file.array("token_ids") != frozen().token_ids).nonzero()[0].tolist() == [11]
+
+
+# -- the parts
+
+
+def snapshot(**changes):
+    return Snapshot(**{"parameters": {"a": "1", "b": "2"}, "dtype": "float32", "mode": "eval", "optimizer": False,
+                       **changes})  # fmt: skip
+
+
+def test_what_changed_between_two_snapshots():
+    assert snapshot().changed(snapshot()) == {}
+    assert snapshot().changed(snapshot(parameters={"a": "1", "b": "3", "c": "4"})) == {"b": "3", "c": "4"}
+    assert snapshot().changed(snapshot(parameters={"a": "1"})) == {"b": None}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected", "state"),
+    [
+        (snapshot(), snapshot(), snapshot().weights, "pre_update"),
+        (snapshot(), snapshot(), None, "pre_update"),
+        (snapshot(), snapshot(), "another", None),
+        (snapshot(), snapshot(parameters={"a": "1"}), snapshot().weights, None),
+        (snapshot(optimizer=True), snapshot(), snapshot().weights, None),
+    ],
+)
+def test_the_model_state_is_only_what_can_be_seen(before, after, expected, state):
+    assert evidence._model_state(before, after, expected) == state
+
+
+RAW = {"logprobs": "raw", "temperature": 0.7}
+PROCESSED = {"logprobs": "processed", "temperature": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("asked", "temperatures", "seen"),
+    [(RAW, {1.0}, RAW), (PROCESSED, {0.7}, PROCESSED), (RAW, {0.7}, PROCESSED), (RAW, set(), None),
+     (PROCESSED, {1.0}, {**PROCESSED, "temperature": 1.0}), (PROCESSED, {0.7, 1.0}, None)],
+)  # fmt: skip
+def test_semantics_follow_the_temperature_that_the_operator_saw(asked, temperatures, seen):
+    assert evidence._semantics(asked, temperatures) == seen
+
+
+def test_decoding_without_a_cache_was_one_pass():
+    assert evidence._mode("decode", "kv_cache") == "decode"
+    assert evidence._mode("decode", "none") == "prefill"
+    assert evidence._mode("teacher_forced", "none") == "teacher_forced"
+
+
+def test_digests_do_not_depend_on_byte_order_or_stride():
+    plain = np.arange(6, dtype="<i4")
+    assert evidence._digest(plain.astype(">i4"), "<i4") == evidence._digest(plain, "<i4")
+    assert evidence._digest(np.repeat(plain, 2)[::2], "<i4") == evidence._digest(plain, "<i4")
+    assert evidence._digest(plain[::-1], "<i4") != evidence._digest(plain, "<i4")
