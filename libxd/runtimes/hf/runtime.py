@@ -1,0 +1,178 @@
+"""What `hf` would build for a row on a machine, and the doors to its engines and its generator. No torch until one opens."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from libxd import knobs, planner
+from libxd.runtimes.protocol import EngineContext, KnobRecord, SidePlan
+
+if TYPE_CHECKING:
+    from libxd.runtimes.protocol import Engine, Generator
+
+FALLBACK_ATTENTION = "sdpa"
+#: attention of the rollout side, where it is no knob
+ROLLOUT_ATTENTION = "sdpa"
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+#: activations, logits of a chunk of rows and a cache of moderate length, roughly, beside the weights
+_WORKSPACE_BYTES = 1 << 30
+
+_PACKAGE_OF = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_3"}
+
+#: how each knob is applied, in words
+_APPLIED = {
+    "batch.size": "so many sequences are submitted together",
+    "rollout.tensor_parallel_size": "one process holds every matrix whole",
+    "rollout.context_parallel_size": "one process holds the whole cache",
+    "rollout.dtype": "the checkpoint is cast to it and computes in it",
+    "rollout.enable_prefix_caching": "true: a prompt's keys and values are computed once and shared by its samples; "
+    "false: every row's prompt is computed",
+    "rollout.enforce_eager": "true: module by module; false: decoding steps through torch.compile",
+    "training.attention_backend": "passed to transformers as attn_implementation",
+    "training.compute_dtype": "the checkpoint is cast to it and computes in it",
+    "logp.backend": "the bound operator turns hidden states or logits into logprobs",
+    "training.sharding": "one process holds every parameter whole",
+}
+
+
+class Hf:
+    """The runtime; one instance serves both sides."""
+
+    name = "hf"
+    version = "1"
+    sides = frozenset(knobs.BOTH)
+    registers_smoke_operators = False
+    operator_inputs = frozenset({"logits", "hidden"})
+
+    def materialize(
+        self, side: str, row: dict[str, Any], environment: dict[str, Any], allow_fallback: frozenset[str]
+    ) -> SidePlan:
+        """Pure. What the machine lacks, or this version does not do, is unsupported with the reason."""
+        device = row["scenario"]["device"]
+        machine = _Machine(device, environment)
+        records = [
+            machine.record(knob, planner.requested(row, side, knob.path), allow_fallback) for knob in knobs.of_side(side)
+        ]
+        value = {record.knob: record.materialized for record in records}
+        if side == "rollout":
+            construction = {
+                "dtype": value["rollout.dtype"],
+                "enable_prefix_caching": value["rollout.enable_prefix_caching"],
+                "enforce_eager": value["rollout.enforce_eager"],
+                "attention": ROLLOUT_ATTENTION,
+            }
+            world = {
+                "tensor_parallel_size": value["rollout.tensor_parallel_size"],
+                "context_parallel_size": value["rollout.context_parallel_size"],
+            }
+        else:
+            construction = {
+                "dtype": value["training.compute_dtype"],
+                "attention": value["training.attention_backend"],
+            }
+            world = {"sharding": value["training.sharding"]}
+        construction["checkpoint"] = row["identity"]["checkpoint"]["digest"]
+        return SidePlan(
+            records,
+            engine={"device": device, **construction, **world},
+            construction=construction,
+            context=world,
+            process={"device": device, **world},
+            refusals=machine.refusals(row),
+        )
+
+    def estimate_bytes(self, side: str, engine: dict[str, Any], locations: dict[str, Any]) -> int:
+        """The checkpoint cast to the engine's dtype, and room to compute; 0 when the checkpoint is not at hand."""
+        if not locations["checkpoint"]:
+            return 0
+        held = sum(
+            entry.stat().st_size for entry in os.scandir(locations["checkpoint"]) if entry.name.endswith(".safetensors")
+        )
+        with open(os.path.join(locations["checkpoint"], "config.json"), "rb") as file:
+            config = json.load(file)
+        stored = _BYTES.get(config.get("dtype") or config.get("torch_dtype") or "bfloat16", 2)
+        return held * _BYTES[engine["dtype"]] // stored + _WORKSPACE_BYTES
+
+    def open(self, side: str, plan: dict[str, Any], context: EngineContext) -> Engine:
+        directory = context.locations["checkpoint"]
+        if side == "rollout":
+            from libxd.runtimes.hf.rollout import RolloutEngine
+
+            return RolloutEngine(directory, plan["engine"])
+        from libxd.runtimes.hf.training import TrainingEngine
+
+        return TrainingEngine(directory, plan["engine"])
+
+    def generator(self, model: str, dtype: str) -> Generator:
+        """What xd-rollout samples from; `model` is a checkpoint directory."""
+        from libxd.runtimes.hf.generator import Generator as HfGenerator
+
+        return HfGenerator(model, dtype)
+
+
+class _Machine:
+    """What can be done on a device of a machine with this environment."""
+
+    def __init__(self, device: str, environment: dict[str, Any]) -> None:
+        self._device = device
+        self._packages = environment["packages"]
+        self._compiler = environment["compiler"]
+        self._cuda = environment["cuda"]["devices"]
+
+    def refusals(self, row: dict[str, Any]) -> list[str]:
+        """Reasons that belong to no knob."""
+        reasons = [f"{name} is not installed" for name in ("torch", "transformers") if name not in self._packages]
+        if self._device == "cuda" and not self._cuda:
+            reasons.append("the scenario asks for a CUDA device and there is none")
+        if row["identity"]["checkpoint"]["synthetic"]:
+            reasons.append("hf scores checkpoint directories, no synthetic model")
+        semantics = row["identity"]["semantics"]
+        neutral = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+        if semantics["logprobs"] == "processed" and (
+            semantics["top_p"] != 1 or semantics["top_k"] != 0 or semantics["penalties"] != neutral
+        ):
+            reasons.append("hf processes logprobs by temperature alone: no top-p, top-k or penalties")
+        return reasons
+
+    def record(self, knob: knobs.Knob, requested: Any, allow_fallback: frozenset[str]) -> KnobRecord:
+        objection = _OBJECTIONS.get(knob.path)
+        reason = objection(self, requested) if objection else None
+        if reason is None:
+            return KnobRecord(knob.path, requested, requested, "applied", knob.lifecycle, _APPLIED[knob.path])
+        if knob.path == "training.attention_backend" and knob.path in allow_fallback:
+            evidence = f"{reason}; {FALLBACK_ATTENTION} takes its place"
+            return KnobRecord(knob.path, requested, FALLBACK_ATTENTION, "fallback", knob.lifecycle, evidence)
+        return KnobRecord(knob.path, requested, None, "unsupported", knob.lifecycle, reason)
+
+    def one_process(self, size: int) -> str | None:
+        return None if size == 1 else f"this runtime scores in one process; {size} ranks were asked for"
+
+    def unsharded(self, sharding: str) -> str | None:
+        return None if sharding == "unsharded" else f"this runtime scores in one process and has no {sharding}"
+
+    def compiled(self, enforce_eager: bool) -> str | None:
+        if enforce_eager or self._device == "cuda" or self._compiler:
+            return None
+        return "the compiled path needs a C++ compiler, and none is on the path"
+
+    def attention(self, backend: str) -> str | None:
+        package = _PACKAGE_OF.get(backend)
+        if package and self._device != "cuda":
+            return f"{backend} runs on CUDA alone, not on the {self._device.upper()}"
+        if package and package not in self._packages:
+            return f"{backend} needs the package {package}, which is not installed"
+        if backend == "flex_attention" and self._device == "cpu":
+            return None if self._compiler else "flex_attention needs a C++ compiler, and none is on the path"
+        return None
+
+
+_OBJECTIONS: dict[str, Callable[[_Machine, Any], str | None]] = {
+    "rollout.tensor_parallel_size": _Machine.one_process,
+    "rollout.context_parallel_size": _Machine.one_process,
+    "rollout.enforce_eager": _Machine.compiled,
+    "training.attention_backend": _Machine.attention,
+    "training.sharding": _Machine.unsharded,
+}
