@@ -15,22 +15,27 @@ is an error, and nothing is written.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
-from libxd import canon, contract, identity, tensors
+from libxd import canon, contract, identity, publish, tensors
 from libxd.actual import actual
-from libxd.difference import DEFINITION, DIRECTION, QUANTILES, Difference, Measurement
+from libxd.difference import DEFINITION, DIRECTION, QUANTILES, Difference, Measurement, Spread, Tokens
 from libxd.errors import Status, XdError
 from libxd.rundir import SIDES, Attempt
 from libxd.scores import ScoreFile
+from libxd.tensors import Lazy
 
 TOKEN_DIFFS = "token_diffs.safetensors"
+OUTPUTS = ("actual.json", TOKEN_DIFFS, "comparison.json")
 INPUTS = ("identity.json", *(f"score_{side}.safetensors" for side in SIDES))
 _READ_BYTES = 1 << 22
+_THREADS = 3  # digests and two kinds of statistics are independent of one another
 
 
 @dataclass(frozen=True)
@@ -68,29 +73,28 @@ def compare(attempt: Attempt) -> dict[str, Any]:
     threshold = contract.from_row(records.requested["contract"], str(attempt)).threshold(
         records.requested["contract"]["dtype"]
     )
-    tokens = records.identity["sequences"]["num_tokens"]
-    scores = {side: ScoreFile(attempt, side, records.materialized, tokens) for side in SIDES}
-    inputs = {name: _digest(attempt, name) for name in INPUTS}
-    violations = identity.violations(
-        records.identity,
-        records.readbacks,
-        {side: scores[side].identity() for side in SIDES},
-        records.materialized["strict"],
-    )
+    num_tokens = records.identity["sequences"]["num_tokens"]
+    scores = {side: ScoreFile(attempt, side, records.materialized, num_tokens) for side in SIDES}
     problems = [problem for side in SIDES for problem in scores[side].problems]
     problems += _disagreements(scores)
     difference = None if problems else Difference(scores["rollout"], scores["training"], threshold)
-    measured = Measurement(difference) if difference else None
+    for name in OUTPUTS:
+        attempt.refuse_growth(name)
+
+    with ThreadPoolExecutor(_THREADS) as pool:  # numpy and BLAKE3 let go of the interpreter lock
+        tokens = pool.submit(Tokens, difference) if difference else None
+        spread = pool.submit(Spread, difference) if difference else None
+        digests = {name: pool.submit(_digest, attempt, name) for name in INPUTS}
+        scored = {side: pool.submit(scores[side].identity) for side in SIDES}
+        token_diffs = _write_token_diffs(attempt, records, threshold, difference, tokens)
+        measured = Measurement(difference, spread.result(), tokens.result()) if difference else None
+        inputs = {name: found.result() for name, found in digests.items()}
+        facts = {side: found.result() for side, found in scored.items()}
+    violations = identity.violations(records.identity, records.readbacks, facts, records.materialized["strict"])
     if measured:
         problems += _nonfinite(measured)
 
     attempt.write_json("actual.json", actual(records.requested, records.materialized, records.readbacks))
-    attempt.refuse_growth(TOKEN_DIFFS)
-    tensors.write(
-        attempt.file(TOKEN_DIFFS),
-        _token_diffs(difference, measured, threshold),
-        _metadata(records, whole=measured is not None),
-    )
     comparison = {
         "schema_version": "xd.comparison.v1",
         "case_id": records.requested["case_id"],
@@ -104,7 +108,7 @@ def compare(attempt: Attempt) -> dict[str, Any]:
         "artifact_problems": problems,
         **(_numbers(measured) if measured else _no_numbers()),
         "inputs": inputs,
-        "token_diffs": _digest(attempt, TOKEN_DIFFS),
+        "token_diffs": token_diffs,
     }
     attempt.write_json("comparison.json", comparison)
     return comparison
@@ -151,38 +155,61 @@ def _no_numbers() -> dict[str, Any]:
     }
 
 
-def _token_diffs(difference: Difference | None, measured: Measurement | None, threshold: float) -> dict[str, Any]:
-    """The tensors from which the verdict can be recomputed; of no tokens where the arrays could not be compared."""
-    if difference is None or measured is None:
-        return {
-            "cu_seqlens": np.zeros(1, np.int64),
-            "sequence_sum_signed": np.zeros(0, np.float64),
-            "sequence_sum_absolute": np.zeros(0, np.float64),
-            "sequence_active": np.zeros(0, np.int64),
-            "rollout_logprobs": np.zeros(0, np.float32),
-            "training_logprobs": np.zeros(0, np.float32),
-            "threshold": np.array([threshold], np.float32),
-            "active_mask": np.zeros(0, bool),
-            "mismatch_mask": np.zeros(0, bool),
-        }
+def _write_token_diffs(
+    attempt: Attempt,
+    records: Records,
+    threshold: float,
+    difference: Difference | None,
+    tokens: Future[Tokens] | None,
+) -> str:
+    """Publish token_diffs.safetensors; its digest. The logprobs are written while `tokens` is still being computed."""
+    hasher = blake3()
 
-    def column(name: str, dtype: str) -> tensors.Lazy:
-        def chunks() -> Iterator[np.ndarray]:
-            for block in difference.blocks():
-                yield getattr(block, name)
+    def chunks() -> Iterator[bytes | memoryview]:
+        arrays = _token_diffs(difference, tokens, threshold) if difference and tokens else _no_token_diffs(threshold)
+        for chunk in tensors.serialise(arrays, _metadata(records, whole=difference is not None)):
+            hasher.update(chunk)
+            yield chunk
 
-        return tensors.Lazy(dtype, (difference.tokens,), chunks())
+    publish.publish(attempt.file(TOKEN_DIFFS), chunks())
+    return hasher.hexdigest()
 
+
+def _token_diffs(difference: Difference, tokens: Future[Tokens], threshold: float) -> dict[str, Any]:
+    """The tensors from which the verdict can be recomputed (T tokens, B sequences), each aligned to its own width."""
+
+    def column(dtype: str, values: Callable[[slice], np.ndarray]) -> Lazy:
+        return Lazy(dtype, (difference.tokens,), map(values, difference.places()))
+
+    def total(name: str, dtype: str) -> Lazy:
+        return Lazy(dtype, (sequences,), (getattr(tokens.result(), name) for _ in range(1)))
+
+    sequences = difference.rollout.cu_seqlens.size - 1
     return {
         "cu_seqlens": difference.rollout.cu_seqlens,
-        "sequence_sum_signed": measured.sequence_sum_signed,
-        "sequence_sum_absolute": measured.sequence_sum_absolute,
-        "sequence_active": measured.sequence_active,
-        "rollout_logprobs": column("rollout", "float32"),
-        "training_logprobs": column("training", "float32"),
+        "rollout_logprobs": column("float32", lambda where: difference.rollout.logprobs[where]),
+        "training_logprobs": column("float32", lambda where: difference.training.logprobs[where]),
+        "sequence_sum_signed": total("sequence_sum_signed", "float64"),
+        "sequence_sum_absolute": total("sequence_sum_absolute", "float64"),
+        "sequence_active": total("sequence_active", "int64"),
         "threshold": np.array([threshold], np.float32),
-        "active_mask": column("active", "bool"),
-        "mismatch_mask": column("mismatch", "bool"),
+        "active_mask": column("bool", difference.active),
+        "mismatch_mask": column("bool", difference.mismatch),
+    }
+
+
+def _no_token_diffs(threshold: float) -> dict[str, Any]:
+    """The same tensors of no tokens, where the two sides' arrays cannot be laid beside one another."""
+    return {
+        "cu_seqlens": np.zeros(1, np.int64),
+        "rollout_logprobs": np.zeros(0, np.float32),
+        "training_logprobs": np.zeros(0, np.float32),
+        "sequence_sum_signed": np.zeros(0, np.float64),
+        "sequence_sum_absolute": np.zeros(0, np.float64),
+        "sequence_active": np.zeros(0, np.int64),
+        "threshold": np.array([threshold], np.float32),
+        "active_mask": np.zeros(0, bool),
+        "mismatch_mask": np.zeros(0, bool),
     }
 
 
@@ -212,7 +239,7 @@ def _disagreements(scores: dict[str, ScoreFile]) -> list[dict[str, str]]:
 def _nonfinite(measured: Measurement) -> list[dict[str, str]]:
     problems = []
     for side in SIDES:
-        index = measured.first_nonfinite[side]
+        index = measured.tokens.first_nonfinite[side]
         if index is not None:
             sequence, position = measured.where(index)
             count = measured.counts[f"nonfinite_{side}"]

@@ -140,21 +140,17 @@ class Extremes:
         self.first_mismatch: int | None = None
         self._largest = -1.0
 
-    def add(self, start: int, active: np.ndarray, magnitudes: np.ndarray, mismatch: np.ndarray) -> None:
-        """Take in a block that begins at flat index `start`.
-
-        active: flat indices inside the block [A]; magnitudes: their float32 |differences| [A]; mismatch: bool [N], of
-        the block.
-        """
-        if active.size:
-            index = int(magnitudes.argmax())
-            if float(magnitudes[index]) > self._largest:
-                self._largest = float(magnitudes[index])
-                self.worst = start + int(active[index])
-        if self.first_mismatch is None:
-            index = int(mismatch.argmax()) if mismatch.size else 0
-            if mismatch.size and mismatch[index]:
-                self.first_mismatch = start + index
+    def add(self, places: np.ndarray, differences: np.ndarray, mismatch: np.ndarray) -> None:
+        """Take in active tokens: their flat indices, float32 differences and whether each is a mismatch, all [A]."""
+        if not places.size:
+            return
+        magnitudes = np.abs(differences)
+        index = int(magnitudes.argmax())
+        if float(magnitudes[index]) > self._largest:
+            self._largest = float(magnitudes[index])
+            self.worst = int(places[index])
+        if self.first_mismatch is None and mismatch.any():
+            self.first_mismatch = int(places[mismatch.argmax()])
 
 
 def locate(index: int, cu_seqlens: np.ndarray) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from libxd import diagnostics, scores
 from libxd.quantiles import Distribution
+from libxd.rundir import SIDES
 from libxd.scores import ScoreFile
 
 QUANTILES = {
@@ -23,26 +23,11 @@ DEFINITION = "training - rollout, nats"
 DIRECTION = "rollout||training, tokens sampled by rollout"
 
 
-@dataclass(frozen=True)
-class Block:
-    """Tokens `where` of the flat arrays (N of them).
-
-    rollout, training: float32 [N]; active: bool [N]; difference: float32 [N], training - rollout; mismatch: bool [N],
-    active & (abs(difference) > threshold), all of it in float32.
-    """
-
-    where: slice
-    rollout: np.ndarray
-    training: np.ndarray
-    active: np.ndarray
-    difference: np.ndarray
-    mismatch: np.ndarray
-
-
 class Difference:
     """The differences between two score files of the same form (no `problems`, equal numbers of tokens).
 
     A token is active when both files say so; when they disagree, that is a violation of identity and not judged here.
+    Methods take a place: a slice of N of the flat tokens.
     """
 
     def __init__(self, rollout: ScoreFile, training: ScoreFile, threshold: float) -> None:
@@ -51,26 +36,61 @@ class Difference:
         self.threshold = np.float32(threshold)
         self.tokens = rollout.tokens
 
-    def blocks(self) -> Iterator[Block]:
+    def places(self) -> Iterator[slice]:
         """All tokens in order, `scores.BLOCK` at a time."""
-        for where in scores.blocks(self.tokens, self.rollout, self.training):
-            rollout, training = self.rollout.logprobs[where], self.training.logprobs[where]
-            active = self.rollout.active_mask[where] & self.training.active_mask[where]
-            with np.errstate(invalid="ignore", over="ignore"):
-                difference = training - rollout
-                mismatch = active & (np.abs(difference) > self.threshold)
-            yield Block(where, rollout, training, active, difference, mismatch)
+        return scores.blocks(self.tokens, self.rollout, self.training)
+
+    def active(self, where: slice) -> np.ndarray:
+        """The tokens that both files call active: bool [N]."""
+        return self.rollout.active_mask[where] & self.training.active_mask[where]
+
+    def mismatch(self, where: slice) -> np.ndarray:
+        """active & (abs(training - rollout) > threshold): bool [N]."""
+        return self.active(where) & self.exceeds(_subtract(self.training.logprobs[where], self.rollout.logprobs[where]))
+
+    def exceeds(self, differences: np.ndarray) -> np.ndarray:
+        """Whether float32 differences are beyond the threshold, in float32; equality and NaN are not."""
+        with np.errstate(invalid="ignore"):
+            return np.abs(differences) > self.threshold
+
+    def select(self, where: slice, active: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """rollout, training, training - rollout: float32 [A] of selected tokens (a mask or indices in the place)."""
+        rollout, training = self.rollout.logprobs[where][active], self.training.logprobs[where][active]
+        return rollout, training, _subtract(training, rollout)
 
 
-class Measurement:
-    """What is reported of a `Difference`; made in two passes over it.
+def _subtract(training: np.ndarray, rollout: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore", over="ignore"):
+        return training - rollout
+
+
+class Spread:
+    """Means and quantiles of the active differences in nats: two passes over a `Difference`. None where undefined."""
+
+    def __init__(self, difference: Difference) -> None:
+        distribution = Distribution()
+        for where in difference.places():
+            distribution.add(difference.select(where, difference.active(where))[2])
+        selection = distribution.select(list(QUANTILES.values()))
+        if distribution.finite:
+            for where in difference.places():
+                selection.add(difference.select(where, difference.active(where))[2])
+        self.count = distribution.count
+        self.finite = distribution.finite
+        self.mean_signed = distribution.mean_signed()
+        self.mean_absolute = distribution.mean_absolute()
+        self.max_absolute = distribution.maximum_absolute()
+        self.quantiles = dict(zip(QUANTILES, selection.result(), strict=True))
+
+
+class Tokens:
+    """What is counted and summed token by token: one pass over a `Difference`.
 
     counts: as in comparison.json. sequence_*: of the active tokens of each sequence, [B]: sums in float64, added one
-    after another in token order inside a block and then block by block.
+    after another in token order inside a block and then block by block. first_nonfinite: by side, a flat index.
     """
 
     def __init__(self, difference: Difference) -> None:
-        self._difference = difference
         self._cu_seqlens = difference.rollout.cu_seqlens
         sequences = self._cu_seqlens.size - 1
         self.sequence_sum_signed = np.zeros(sequences, np.float64)
@@ -80,31 +100,21 @@ class Measurement:
             ("tokens", "active", "mismatches", "bitwise_equal", "nonfinite_rollout", "nonfinite_training"), 0
         )
         self.counts["tokens"] = difference.tokens
-        self.first_nonfinite: dict[str, int | None] = {"rollout": None, "training": None}
-        self._distribution = Distribution()
-        self._kl = diagnostics.KullbackLeibler()
-        self._extremes = diagnostics.Extremes()
-        self._grids = {"rollout": diagnostics.ValueGrid(), "training": diagnostics.ValueGrid()}
-        for block in difference.blocks():
-            self._add(block)
-        self._selection = self._distribution.select(list(QUANTILES.values()))
-        if self.finite:
-            for block in difference.blocks():
-                self._selection.add(block.difference[block.active])
+        self.first_nonfinite: dict[str, int | None] = dict.fromkeys(SIDES)
+        self.kl = diagnostics.KullbackLeibler()
+        self.extremes = diagnostics.Extremes()
+        self.grids = {side: diagnostics.ValueGrid() for side in SIDES}
+        for where in difference.places():
+            self._add(difference, where)
 
-    @property
-    def finite(self) -> bool:
-        """Whether every active difference is a finite float32."""
-        return self._distribution.finite
-
-    def _add(self, block: Block) -> None:
-        active = np.flatnonzero(block.active)
-        rollout, training, difference = (a[active] for a in (block.rollout, block.training, block.difference))
+    def _add(self, difference: Difference, where: slice) -> None:
+        active = np.flatnonzero(difference.active(where))  # indices into the block [A]
+        rollout, training, differences = difference.select(where, active)
+        mismatch = difference.exceeds(differences)
         self.counts["active"] += active.size
-        self.counts["mismatches"] += int(np.count_nonzero(block.mismatch))
+        self.counts["mismatches"] += int(np.count_nonzero(mismatch))
         self.counts["bitwise_equal"] += int(np.count_nonzero(rollout.view(np.uint32) == training.view(np.uint32)))
-        self._distribution.add(difference)
-        self._add_to_sequences(block.where, active, difference.astype(np.float64))
+        self._add_to_sequences(where, active, differences.astype(np.float64))
         finite = True
         for side, values in (("rollout", rollout), ("training", training)):
             strange = np.flatnonzero(~np.isfinite(values))
@@ -112,73 +122,85 @@ class Measurement:
                 finite = False
                 self.counts[f"nonfinite_{side}"] += strange.size
                 if self.first_nonfinite[side] is None:
-                    self.first_nonfinite[side] = block.where.start + int(active[strange[0]])
+                    self.first_nonfinite[side] = where.start + int(active[strange[0]])
             else:
-                self._grids[side].add(values)
+                self.grids[side].add(values)
         if finite:
-            self._kl.add(difference)
-            self._extremes.add(block.where.start, active, np.abs(difference), block.mismatch)
+            self.kl.add(differences)
+            self.extremes.add(where.start + active, differences, mismatch)
 
-    def _add_to_sequences(self, where: slice, active: np.ndarray, difference: np.ndarray) -> None:
+    def _add_to_sequences(self, where: slice, active: np.ndarray, differences: np.ndarray) -> None:
         bounds = self._cu_seqlens
         first = int(np.searchsorted(bounds, where.start, side="right")) - 1
         last = int(np.searchsorted(bounds, where.stop, side="left"))
-        inside = np.clip(bounds[first : last + 1], where.start, where.stop)
-        sequence = np.repeat(np.arange(last - first), np.diff(inside))[active]
+        inside = np.clip(bounds[first : last + 1], where.start, where.stop) - where.start
+        counts = np.diff(np.searchsorted(active, inside))
+        sequence = np.repeat(np.arange(last - first), counts)
+        self.sequence_active[first:last] += counts
         for total, weights in (
-            (self.sequence_sum_signed, difference),
-            (self.sequence_sum_absolute, np.abs(difference)),
-            (self.sequence_active, None),
+            (self.sequence_sum_signed, differences),
+            (self.sequence_sum_absolute, np.abs(differences)),
         ):
             total[first:last] += np.bincount(sequence, weights=weights, minlength=last - first)
+
+
+class Measurement:
+    """What is reported of a `Difference`, in the terms of comparison.json; null where undefined."""
+
+    def __init__(self, difference: Difference, spread: Spread, tokens: Tokens) -> None:
+        self.difference = difference
+        self.spread = spread
+        self.tokens = tokens
+        self.counts = tokens.counts
 
     def ratio(self, count: str) -> float | None:
         """A count over the active tokens; None without any."""
         return self.counts[count] / self.counts["active"] if self.counts["active"] else None
 
     def logprob_difference(self) -> dict[str, Any]:
-        """Means and quantiles of the active differences in nats; null where undefined."""
-        distribution = self._distribution
+        """Means and quantiles of the active differences in nats."""
         return {
             "definition": DEFINITION,
-            "mean_signed": distribution.mean_signed(),
-            "mean_absolute": distribution.mean_absolute(),
-            **dict(zip(QUANTILES, self._selection.result(), strict=True)),
-            "max_absolute": distribution.maximum_absolute(),
+            "mean_signed": self.spread.mean_signed,
+            "mean_absolute": self.spread.mean_absolute,
+            **self.spread.quantiles,
+            "max_absolute": self.spread.max_absolute,
         }
 
     def kl(self) -> dict[str, Any]:
-        """The estimators k1, k2, k3 in nats a token; null where undefined."""
-        count = self._distribution.count if self.finite else 0
-        mean = self._distribution.mean_signed()
+        """The estimators k1, k2, k3 in nats a token."""
+        count = self.spread.count if self.spread.finite else 0
+        mean = self.spread.mean_signed
         return {
             "direction": DIRECTION,
             "k1": None if mean is None else 0.0 - mean,
-            "k2": self._kl.k2(count),
-            "k3": self._kl.k3(count),
+            "k2": self.tokens.kl.k2(count),
+            "k3": self.tokens.kl.k3(count),
         }
 
     def value_grid(self) -> dict[str, str | None]:
         """The grid all active values of a side lie on; null when there are none or one is not finite."""
-        return {side: None if self.counts[f"nonfinite_{side}"] else grid.name() for side, grid in self._grids.items()}
+        return {
+            side: None if self.counts[f"nonfinite_{side}"] else grid.name() for side, grid in self.tokens.grids.items()
+        }
 
     def worst(self) -> dict[str, Any] | None:
         """The active token with the largest difference; null unless all are finite."""
-        return self._place(self._extremes.worst)
+        return self._place(self.tokens.extremes.worst)
 
     def first_mismatch(self) -> dict[str, Any] | None:
         """The first token that is a mismatch; null unless all are finite."""
-        return self._place(self._extremes.first_mismatch)
+        return self._place(self.tokens.extremes.first_mismatch)
 
     def where(self, index: int) -> tuple[int, int]:
         """The sequence of a flat index, and its position there."""
-        return diagnostics.locate(index, self._cu_seqlens)
+        return diagnostics.locate(index, self.difference.rollout.cu_seqlens)
 
     def _place(self, index: int | None) -> dict[str, Any] | None:
-        if index is None or not self.finite:
+        if index is None or not self.spread.finite:
             return None
         sequence, position = self.where(index)
-        rollout, training = self._difference.rollout, self._difference.training
+        rollout, training = self.difference.rollout, self.difference.training
         return {
             "sequence": sequence,
             "position": position,

@@ -173,10 +173,11 @@ def write(path: str | os.PathLike[str], tensors: dict[str, np.ndarray | Lazy], m
     The bytes depend on the arguments alone. Tensors are laid out, and lazy ones consumed, in the order given, so that a
     later one may depend on what an earlier one's chunks computed; give the widest dtypes first to keep all aligned.
     """
-    return publish.publish(path, _serialise(tensors, metadata))
+    return publish.publish(path, serialise(tensors, metadata))
 
 
-def _serialise(tensors: dict[str, np.ndarray | Lazy], metadata: Any) -> Iterator[bytes | memoryview]:
+def serialise(tensors: dict[str, np.ndarray | Lazy], metadata: Any) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, chunk by chunk, as `write` publishes them."""
     lazies = {name: value if isinstance(value, Lazy) else _lazy(value) for name, value in tensors.items()}
     header: dict[str, Any] = {METADATA: {KEY: canon.dumps(metadata).decode()}}
     offset = 0

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from comparison_fixtures import floats
 from tolerances import EXPM1_MINUS_RELATIVE, TINY_K3_RELATIVE, TREE_MEAN_RELATIVE
 
 from libxd import diagnostics
@@ -104,19 +105,18 @@ def test_the_tree_adds_everything_once(size: int) -> None:
 
 def test_extremes_over_blocks() -> None:
     found = diagnostics.Extremes()
-    mismatch = np.array([False, False, False])
-    found.add(0, np.array([0, 2]), np.array([0.5, 0.25], np.float32), mismatch)
-    found.add(3, np.array([1]), np.array([0.5], np.float32), np.array([False, True, False]))
+    found.add(np.array([0, 2]), floats(0.5, -0.25), np.array([False, False]))
+    found.add(np.array([3, 4]), floats(0.125, -0.5), np.array([False, True]))
     assert found.worst == 0, "of equals the first"
     assert found.first_mismatch == 4
-    found.add(6, np.array([0]), np.array([0.75], np.float32), np.array([True]))
+    found.add(np.array([6]), floats(-0.75), np.array([True]))
     assert found.worst == 6
     assert found.first_mismatch == 4
 
 
 def test_no_active_token_is_no_extreme() -> None:
     found = diagnostics.Extremes()
-    found.add(0, np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(4, bool))
+    found.add(np.zeros(0, np.int64), floats(), np.zeros(0, bool))
     assert found.worst is None
     assert found.first_mismatch is None
 
