@@ -19,3 +19,9 @@ SEQUENCE_SUM_RELATIVE = 1e-12
 
 #: a 135M model in float32: decoding through the KV cache against one pass over the same tokens, in nats
 DECODE_AGAINST_ONE_PASS_FLOAT32_NATS = 1e-4
+#: mean and variance of 200 thousand standard normal draws: some nine standard errors of the mean
+SAMPLE_MOMENT = 0.02
+#: two float32 forwards of the two-layer smoke model that add in another order, in nats; seen: 4e-6
+SMOKE_FLOAT32_NATS = 2e-5
+#: float32 attention outputs of magnitude one, and log-sum-exps, under another order of summation
+ATTENTION_FLOAT32 = 2e-6
