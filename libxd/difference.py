@@ -44,24 +44,23 @@ class Difference:
         """The tokens that both files call active: bool [N]."""
         return self.rollout.active_mask[where] & self.training.active_mask[where]
 
+    def all(self, where: slice) -> np.ndarray:
+        """training - rollout of every token: float32 [N]."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            return self.training.logprobs[where] - self.rollout.logprobs[where]
+
     def mismatch(self, where: slice) -> np.ndarray:
         """active & (abs(training - rollout) > threshold): bool [N]."""
-        return self.active(where) & self.exceeds(_subtract(self.training.logprobs[where], self.rollout.logprobs[where]))
+        return self.active(where) & self.exceeds(self.all(where))
 
     def exceeds(self, differences: np.ndarray) -> np.ndarray:
         """Whether float32 differences are beyond the threshold, in float32; equality and NaN are not."""
         with np.errstate(invalid="ignore"):
             return np.abs(differences) > self.threshold
 
-    def select(self, where: slice, active: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """rollout, training, training - rollout: float32 [A] of selected tokens (a mask or indices in the place)."""
-        rollout, training = self.rollout.logprobs[where][active], self.training.logprobs[where][active]
-        return rollout, training, _subtract(training, rollout)
-
-
-def _subtract(training: np.ndarray, rollout: np.ndarray) -> np.ndarray:
-    with np.errstate(invalid="ignore", over="ignore"):
-        return training - rollout
+    def of_active(self, where: slice) -> np.ndarray:
+        """training - rollout of the active tokens: float32 [A]."""
+        return self.all(where)[np.flatnonzero(self.active(where))]
 
 
 class Spread:
@@ -70,11 +69,11 @@ class Spread:
     def __init__(self, difference: Difference) -> None:
         distribution = Distribution()
         for where in difference.places():
-            distribution.add(difference.select(where, difference.active(where))[2])
+            distribution.add(difference.of_active(where))
         selection = distribution.select(list(QUANTILES.values()))
         if distribution.finite:
             for where in difference.places():
-                selection.add(difference.select(where, difference.active(where))[2])
+                selection.add(difference.of_active(where))
         self.count = distribution.count
         self.finite = distribution.finite
         self.mean_signed = distribution.mean_signed()
@@ -86,8 +85,8 @@ class Spread:
 class Tokens:
     """What is counted and summed token by token: one pass over a `Difference`.
 
-    counts: as in comparison.json. sequence_*: of the active tokens of each sequence, [B]: sums in float64, added one
-    after another in token order inside a block and then block by block. first_nonfinite: by side, a flat index.
+    counts: as in comparison.json. sequence_*: of the active tokens of each sequence, [B]: sums in float64, by numpy's
+    pairwise summation inside a block and then block by block. first_nonfinite: by side, a flat index.
     """
 
     def __init__(self, difference: Difference) -> None:
@@ -109,7 +108,8 @@ class Tokens:
 
     def _add(self, difference: Difference, where: slice) -> None:
         active = np.flatnonzero(difference.active(where))  # indices into the block [A]
-        rollout, training, differences = difference.select(where, active)
+        rollout, training = difference.rollout.logprobs[where][active], difference.training.logprobs[where][active]
+        differences = difference.all(where)[active]
         mismatch = difference.exceeds(differences)
         self.counts["active"] += active.size
         self.counts["mismatches"] += int(np.count_nonzero(mismatch))
@@ -134,14 +134,13 @@ class Tokens:
         first = int(np.searchsorted(bounds, where.start, side="right")) - 1
         last = int(np.searchsorted(bounds, where.stop, side="left"))
         inside = np.clip(bounds[first : last + 1], where.start, where.stop) - where.start
-        counts = np.diff(np.searchsorted(active, inside))
-        sequence = np.repeat(np.arange(last - first), counts)
+        edges = np.searchsorted(active, inside)
+        counts = np.diff(edges)
         self.sequence_active[first:last] += counts
-        for total, weights in (
-            (self.sequence_sum_signed, differences),
-            (self.sequence_sum_absolute, np.abs(differences)),
-        ):
-            total[first:last] += np.bincount(sequence, weights=weights, minlength=last - first)
+        some = np.flatnonzero(counts)  # reduceat knows no empty segment
+        if some.size:
+            self.sequence_sum_signed[first + some] += np.add.reduceat(differences, edges[some])
+            self.sequence_sum_absolute[first + some] += np.add.reduceat(np.abs(differences), edges[some])
 
 
 class Measurement:
