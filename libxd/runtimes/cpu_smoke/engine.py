@@ -6,7 +6,6 @@ operator's own counter. Nothing here repeats an argument.
 
 from __future__ import annotations
 
-import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from libxd.errors import XdError
+from libxd.runtimes import live
 from libxd.runtimes.cpu_smoke import attention, geometry, weights
 from libxd.runtimes.cpu_smoke.kernels import Kernels
 from libxd.runtimes.cpu_smoke.model import Attention, Decoder, Piece
@@ -23,9 +23,6 @@ from libxd.runtimes.cpu_smoke.recorder import Recorder
 from libxd.runtimes.cpu_smoke.shards import FlatShardStore, TensorParallelStore
 from libxd.runtimes.protocol import Observation, Request, Scores, submission_chunks
 from libxd.sequences import Sequences
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Engine(ABC):
@@ -52,12 +49,11 @@ class Engine(ABC):
         self._operator = operator
 
     def state(self) -> dict[str, Any]:
-        training = any(module.training for module in self.model.modules())
-        return {"mode": "train" if training else "eval", "optimizer": owns_optimizer(self.model)}
+        return live.state(self.model)
 
     def parameters(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
         for name, tensor in self.model.store.full():
-            yield name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), raw_bytes(tensor)
+            yield name, live.DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), live.raw_bytes(tensor)
 
     def score(self, sequences: Sequences, request: Request) -> Scores:
         """logprobs float32 [T] in nats of every token this side can see a prediction for; quiet NaN elsewhere."""
@@ -147,7 +143,7 @@ class Engine(ABC):
         if rows:
             ids = self._selected_ids(sequences, cells)
             recorder.selected(cells, ids)
-            taken = self._select(hidden[rows], _indices(ids), temperature(request.semantics))
+            taken = self._select(hidden[rows], _indices(ids), live.temperature(request.semantics))
             logprobs[cells] = taken.numpy()
 
     def _selected_ids(self, sequences: Sequences, cells: list[int]) -> np.ndarray:
@@ -178,7 +174,7 @@ class Engine(ABC):
         """The operator's logprobs [N] over one vocabulary shard, and the scaled logits float32 [N] of the ids."""
         before = self._operator.calls
         logits = self.model.kernels.linear(normed, weight)  # [N, V / ranks]
-        self._logits_dtypes.add(DTYPE_NAMES[logits.dtype])
+        self._logits_dtypes.add(live.DTYPE_NAMES[logits.dtype])
         if self._operator.inputs == "hidden":
             values = self._operator(normed, weight, ids, temperature=temperature)
         else:
@@ -201,7 +197,7 @@ class Engine(ABC):
         return Observation(ran, {"calls": self._operator_calls})
 
     def _parameter_dtype(self) -> Observation:
-        held = sorted({DTYPE_NAMES[parameter.dtype] for parameter in self.model.store.parameters()})
+        held = sorted({live.DTYPE_NAMES[parameter.dtype] for parameter in self.model.store.parameters()})
         return Observation(held[0] if len(held) == 1 else None, {"parameters": held})
 
 
@@ -215,13 +211,15 @@ def build(
     """
     torch.set_num_threads(1)
     shape = geometry.of(synthetic)
-    tensors = {name: torch.from_numpy(array).to(DTYPES[dtype]) for name, array in weights.parameters(synthetic).items()}
+    tensors = {
+        name: torch.from_numpy(array).to(live.DTYPES[dtype]) for name, array in weights.parameters(synthetic).items()
+    }
     store: TensorParallelStore | FlatShardStore
     if fsdp_world_size:
         store = FlatShardStore(shape, tensors, fsdp_world_size)
     else:
         store = TensorParallelStore(shape, tensors, tensor_parallel_size)
-    return Decoder(shape, store, kernels, DTYPES[dtype])
+    return Decoder(shape, store, kernels, live.DTYPES[dtype])
 
 
 def _indices(array: np.ndarray) -> Tensor:
@@ -231,26 +229,3 @@ def _indices(array: np.ndarray) -> Tensor:
 def cells_of(sequences: Sequences, piece: Piece) -> np.ndarray:
     """Where the rows of a piece stand in the flat batch: int64 [count]."""
     return int(sequences.cu_seqlens[piece.sequence]) + np.arange(piece.start, piece.start + piece.count)
-
-
-def temperature(semantics: dict[str, Any]) -> float:
-    """What logits are divided by: raw logprobs are those before temperature, processed ones those after it."""
-    return float(semantics["temperature"]) if semantics["logprobs"] == "processed" else 1.0
-
-
-def raw_bytes(tensor: Tensor) -> bytes:
-    """A tensor's elements as little-endian bytes."""
-    width = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    return tensor.detach().contiguous().view(width).numpy().astype(f"<i{tensor.element_size()}", copy=False).tobytes()
-
-
-def owns_optimizer(model: Decoder) -> bool:
-    """Whether any live torch optimizer of this process holds one of the model's parameters."""
-    held = {id(parameter) for parameter in model.parameters()}
-    return any(
-        id(parameter) in held
-        for thing in gc.get_objects()
-        if issubclass(type(thing), torch.optim.Optimizer)
-        for group in thing.param_groups
-        for parameter in group["params"]
-    )
