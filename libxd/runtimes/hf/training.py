@@ -78,12 +78,15 @@ def attention_calls(calls: Counter[str]) -> Iterator[None]:
         local.update(before)
 
 
+_SOFTMAX = (torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax)
+
+
 class _SoftmaxCounter(TorchFunctionMode):
     def __init__(self, calls: Counter[str]) -> None:
         super().__init__()
         self._calls = calls
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (torch.softmax, torch.Tensor.softmax) and args[0].dim() == 4:
+        if function in _SOFTMAX and args[0].dim() == 4:
             self._calls["eager"] += 1
         return function(*args, **(kwargs or {}))
