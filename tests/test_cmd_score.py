@@ -240,12 +240,31 @@ def test_what_is_no_attempt(bench):
         assert (ran.status, ran.out, len(ran.err.splitlines())) == (status, "", 1)
 
 
-def test_a_directory_that_cannot_be_written(bench):
-    if os.geteuid() == 0:
-        pytest.skip("root writes anywhere")
+def test_a_place_that_is_full(bench, root):
+    """No byte can be written to any file: nothing half stays, and the attempt is good afterwards."""
     (path,) = bench.attempts("plain")
-    (bench.place / path).chmod(0o555)
-    try:
-        refused(bench, path, Status.CONFLICT, "cannot be written")
-    finally:
-        (bench.place / path).chmod(0o755)
+    before = snapshot(bench, path)
+    ran = subprocess.run(
+        ["sh", "-c", f"ulimit -f 0; exec {root / 'tools' / 'xd-score'} --side rollout {path}"], text=True,
+        capture_output=True, cwd=bench.place, timeout=120, check=False,
+        env={**os.environ, **bench.environment, "XD_PYTHON": sys.executable},
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout, len(ran.stderr.splitlines())) == (Status.CONFLICT, "", 1)
+    assert "cannot be written" in ran.stderr
+    assert snapshot(bench, path) == before
+    assert bench.score(path).status == 0
+
+
+def test_two_scorers_of_one_attempt_agree(bench, root):
+    (path,) = bench.attempts("plain")
+    processes = [
+        subprocess.Popen(
+            [root / "tools" / "xd-score", "--side", "rollout", path], cwd=bench.place, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, **bench.environment, "XD_PYTHON": sys.executable},
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    for process in processes:
+        assert (*process.communicate(timeout=120), process.returncode) == (f"{path}\n", "", 0)
+    assert bench.files(path) == {"readback_rollout.json", "score_rollout.safetensors"}
