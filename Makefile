@@ -41,7 +41,7 @@ NEEDS_smollm2-fp32 := sequences/smollm2.safetensors
 # How the frozen sequences of the real model are sampled.
 ROLLOUT_smollm2 ?= --limit 8 --samples 2 --max-new-tokens 48 --temperature 1.0 --top-p 1.0 --seed 0 --batch-size 8
 
-PLAN = xd-plan -q experiments/$(EXP).json --runs $(RUNS) --repeats $(REPEATS)
+PLAN_ROWS = $(RUNS)/$(EXP)/plan.jsonl
 STAMPS = $(RUNS)/$(EXP)/.make
 # Every stage of a pipe counts; 69 (refused, unsupported) is a result, and stands in the table.
 CHECK_STAGES = codes=("$${PIPESTATUS[@]}"); for code in "$${codes[@]}"; do case $$code in 0|69) ;; *) exit $$code;; esac; done
@@ -50,10 +50,11 @@ CHECK_STAGES = codes=("$${PIPESTATUS[@]}"); for code in "$${codes[@]}"; do case 
 
 .PHONY: run
 run: setup $(NEEDS_$(EXP)) ## plan, score, compare and seal EXP=name; ends with the table (-j: engines side by side)
-	+@groups=$$($(PLAN) | xd-resume --runs $(RUNS) $(POLICY) --groups $(STAMPS)); \
-	  $(CHECK_STAGES); \
-	  [ -z "$$groups" ] || $(MAKE) $${groups//.jsonl/.done}
-	@$(PLAN) | xd-resume -q --runs $(RUNS) $(POLICY) --answers | xd-compare --table; $(CHECK_STAGES)
+	@xd-plan -q experiments/$(EXP).json --runs $(RUNS) --repeats $(REPEATS) > /dev/null
+	+@groups=$$(xd-resume $(PLAN_ROWS) --runs $(RUNS) $(POLICY) --groups $(STAMPS)); resumed=$$?; \
+	  [ -z "$$groups" ] || $(MAKE) $${groups//.jsonl/.done} || exit; \
+	  exit $$resumed
+	@xd-resume -q $(PLAN_ROWS) --runs $(RUNS) $(POLICY) --answers | xd-compare --table; $(CHECK_STAGES)
 
 # One group of rows that can share their engines: one pipe. The stamp says that all of it went through.
 $(RUNS)/%.done: $(RUNS)/%.jsonl
@@ -71,8 +72,7 @@ compare: $(VENV)/.base ## judge the existing scores of EXP again, offline; 73 wh
 
 .PHONY: verdicts
 verdicts: $(VENV)/.base ## print the table of EXP; fails on anything but PASS
-	@xd-plan -q experiments/$(EXP).json --repeats $(REPEATS) | xd-resume -q --runs $(RUNS) --answers \
-	  | xd-compare --table --exit-code
+	@xd-resume -q $(PLAN_ROWS) --runs $(RUNS) --answers | xd-compare --table --exit-code
 
 .PHONY: model
 model: setup $(MODEL)/model.safetensors ## fetch and convert SmolLM2-135M-Instruct into models/ (once)

@@ -75,7 +75,7 @@ PY
     scorer=$!
     exec 9> "$place/in"
     cat "$place/attempt" >&9
-    for _ in $(seq 300); do child=$(pgrep -P "$scorer" || true); [ -n "$child" ] && break; sleep 0.02; done
+    for _ in $(seq 300); do child=$(pgrep -P "$scorer" -f libxd.scoring.child || true); [ -n "$child" ] && break; sleep 0.02; done
     [ -n "$child" ]
     kill -9 $child
     exec 9>&-
@@ -107,12 +107,13 @@ PY
 }
 
 @test "make -k goes on with the other groups when one fails" {
-    # the first case's directory cannot be written: a file stands in its place
+    # one case's directory cannot be read or written: a file stands in its place
     xd-plan -q experiments/s0.json --runs "$place/runs" > "$place/plan"
-    case_id=$(sed -n 's/.*"path":"rollout.dtype".*/&/p' "$place/plan" | head -n 1 | grep -o 'c-[0-9a-f]\{16\}')
+    case_id=$(grep '"path":"rollout.dtype"' "$place/plan" | head -n 1 | grep -o '"case_id":"c-[0-9a-f]*' | cut -d '"' -f 4)
     mkdir -p "$place/runs/s0/cases" && touch "$place/runs/s0/cases/$case_id"
     run run_make -k run
     [ "$status" -ne 0 ]
+    [[ "$output" == *"$case_id"* ]]
     [ "$(find "$place/runs" -name COMPLETE | wc -l)" -ge 8 ]
 }
 

@@ -178,6 +178,9 @@ def test_a_child_that_does_not_start_says_why(tmp_path):
         Child(interpreter(tmp_path, "echo no module named libxd >&2; exit 1"), "rollout", None)
     assert (caught.value.status, caught.value.code) == (Status.BUG, "no-scorer")
     assert "no module named libxd" in caught.value.line()
+    with pytest.raises(XdError) as caught:  # ended from outside: nothing is known to be wrong with the installation
+        Child(interpreter(tmp_path, "kill -9 $$"), "rollout", None)
+    assert (caught.value.status, "SIGKILL" in caught.value.line()) == (Status.RETRY, True)
     with pytest.raises(XdError) as caught:
         Child(str(tmp_path / "absent"), "rollout", None)
     assert caught.value.status == Status.MISSING

@@ -30,6 +30,10 @@ class ChildDied(Exception):
         self.returncode = returncode
 
     @property
+    def by_signal(self) -> bool:
+        return self.returncode < 0
+
+    @property
     def how(self) -> str:
         """`was killed by SIGKILL`, or `ended with status 3`."""
         if self.returncode >= 0:
@@ -93,8 +97,14 @@ class Child:
             self._receive()
         except ChildDied as death:
             said = self.chatter.last(ended=True)
+            # a signal comes from outside (memory ran out, a scheduler); a status is the interpreter's own
+            status, hint = (
+                (Status.RETRY, "run again; if it recurs, see whether memory ran out")
+                if death.by_signal
+                else (Status.BUG, "is xd installed there?")
+            )
             raise XdError(f"the scorer does not start: it {death.how}{': ' + said[-1] if said else ''}",
-                          status=Status.BUG, code="no-scorer", where=python, hint="is xd installed there?") from death
+                          status=status, code="no-scorer", where=python, hint=hint) from death
         except BaseException:
             self.kill()
             raise
