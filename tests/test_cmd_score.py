@@ -162,7 +162,9 @@ def test_a_sealed_attempt_does_not_grow(bench):
     assert bench.score(path).status == 0
     (bench.place / path / "COMPLETE").write_text("{}\n")
     assert bench.score(path).out == f"{path}\n"  # nothing would be added
-    refused(bench, path, Status.CONFLICT, "sealed", side="training")
+    log = bench.place / "log"
+    refused(bench, path, Status.CONFLICT, "sealed", side="training", SCRIPTED_LOG=str(log))
+    assert not log.exists()  # it is known before anything is scored
 
 
 def test_an_attempt_refused_at_materialising(bench):

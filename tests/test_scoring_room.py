@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 
@@ -11,6 +12,8 @@ from scoring_fixtures import Bench
 
 from libxd.scoring import room
 from libxd.scoring.room import Intake, has_room
+
+PATIENCE_S = 60.0
 
 
 @pytest.mark.parametrize(
@@ -93,10 +96,17 @@ def put(process, path):
     process.stdin.flush()
 
 
+def speaks_first(process):
+    """Which of its two streams has something to read; a failing test does not wait for ever."""
+    ready, _, _ = select.select([process.stdout, process.stderr], [], [], PATIENCE_S)
+    return ready[0] if len(ready) == 1 else ready
+
+
 def test_an_engine_that_finds_no_room_waits_for_the_end_of_its_input(bench, scorer):
     process, log = scorer
     first, second = bench.materialize(bench.case("huge"), bench.case("huge", ("batch.size", 2)))
     put(process, first)
+    assert speaks_first(process) is process.stderr
     assert "no room" in process.stderr.readline()
     put(process, second)
     assert not log.exists()
@@ -109,6 +119,7 @@ def test_an_engine_that_has_room_does_not_wait(bench, scorer):
     process, log = scorer
     first, second = bench.materialize(bench.case(), bench.case(change=("batch.size", 2)))
     put(process, first)
+    assert speaks_first(process) is process.stdout
     assert process.stdout.readline().strip() == first
     assert log.read_text().splitlines() == ["training opens"]
     put(process, second)

@@ -186,18 +186,34 @@ def test_a_child_that_does_not_start_says_why(tmp_path):
     assert caught.value.status == Status.MISSING
 
 
-def test_a_child_that_lets_go_of_the_pipe_is_given_up(tmp_path):
-    """It answers that it is ready, closes its end, and would live on."""
+def child_that(tmp_path, *acts):
+    """A child that says it is ready on `fd`, then does as told."""
     python = tmp_path / "python"
-    python.write_text(
-        f"#!{sys.executable}\nimport os, sys, time\nfd = int(sys.argv[sys.argv.index('--fd') + 1])\n"
-        "os.write(fd, b'{}\\n')\nos.close(fd)\ntime.sleep(120)\n"
-    )
+    lines = (f"#!{sys.executable}", "import os, subprocess, sys, time",
+             "fd = int(sys.argv[sys.argv.index('--fd') + 1])", "os.write(fd, b'{}\\n')", *acts)  # fmt: skip
+    python.write_text("\n".join(lines) + "\n")
     python.chmod(0o755)
-    child = Child(str(python), "rollout", None)
+    return Child(str(python), "rollout", None)
+
+
+def test_a_child_that_lets_go_of_the_pipe_is_given_up(tmp_path):
+    child = child_that(tmp_path, "os.close(fd)", "time.sleep(120)")
     with pytest.raises(ChildDied) as caught:
         child.ask({"attempt": "x"})
     assert caught.value.how == "was killed by SIGTERM"
+
+
+@pytest.mark.parametrize("pipe", ["pass_fds=[fd]", ""], ids=["holding the pipe", "without it"])
+def test_a_rank_that_its_child_leaves_behind_is_ended(tmp_path, pipe):
+    noted = tmp_path / "rank"
+    child = child_that(
+        tmp_path, f"rank = subprocess.Popen(['sleep', '120'], {pipe})",
+        f"open({str(noted)!r}, 'w').write(str(rank.pid))", "sys.stdin.readline()", "os._exit(4)",
+    )  # fmt: skip
+    with pytest.raises(ChildDied) as caught:
+        child.ask({"attempt": "x"})
+    assert caught.value.how == "ended with status 4"
+    eventually(lambda: gone(int(noted.read_text())))
 
 
 @pytest.mark.parametrize(("code", "how"), [(-9, "was killed by SIGKILL"), (-11, "was killed by SIGSEGV"),
