@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from libxd import canon, contract, knobs
@@ -126,12 +127,14 @@ _HEAD = ("changed knob", "verdict", "mismatches", "mean", "p99", "max", "side", 
 _RIGHT = (False, False, True, True, True, True, False, True, True, False)
 _LEAST = (12, 8, 10, 7, 7, 7, 8, 7, 7, 6)  # widths: so that most tables are laid out alike
 _GAP = "  "
+_EMPTY = ("",) * len(_HEAD)
 
 
 def lines(table: Table, style: Callable[[str, str], str] = lambda text, what: text) -> list[str]:
     """A table of at most 120 columns. style(text, what) may colour a padded cell: what is a verdict or a standing."""
     notes: list[str] = []
-    body = [row for each in table.rows for row in _cells(each, _name(each, table.rows), notes)]
+    rows = [_cells(each, _name(each, table.rows), notes) for each in table.rows]
+    body = [line for row in rows for line in row]
     full = [cells for cells in body if any(cells[2:])]  # what was not judged runs on over the empty columns
     widths = [max(_LEAST[i], *(len(cells[i]) for cells in (_HEAD, *full))) for i in range(len(_HEAD))]
     widths[0] = max(widths[0], *(len(cells[0]) for cells in body))
@@ -141,10 +144,10 @@ def lines(table: Table, style: Callable[[str, str], str] = lambda text, what: te
     beside = " effect against the baseline ".center(sum(widths[6:]) + 3 * len(_GAP), "-")
     head = _line(_HEAD, widths)
     out = [*_title(table), "", f"{'':{left}}{over}{_GAP}{beside}", head, "-" * len(head)]
-    for cells in body:
-        wrapped = _wrap(cells[0], widths[0])
-        out.append(_line((wrapped[0], *cells[1:]), widths, style))
-        out.extend(f"  {more}" for more in wrapped[1:])
+    for row in rows:
+        names = _wrap(row[0][0], widths[0])
+        for name, cells in zip_longest(names, row, fillvalue=None):
+            out.append(_line((name or "", *(cells or _EMPTY)[1:]), widths, style))
     out += ["", *_legend(table)]
     for number, note in enumerate(notes, 1):
         out += textwrap.wrap(f"[{number}] {note}", WIDTH, subsequent_indent="    ", break_on_hyphens=False)
@@ -212,7 +215,7 @@ def _line(cells: tuple[str, ...], widths: list[int], style: Callable[[str, str],
 
 
 def _wrap(text: str, width: int) -> list[str]:
-    """Broken after "," and "=" where it must be; what follows is indented by two when printed."""
+    """Broken after "," and "=" where it must be; what follows is indented by two."""
     if len(text) <= width:
         return [text]
     parts = text.replace("=", "=\0").replace(", ", ", \0").split("\0")
@@ -221,7 +224,7 @@ def _wrap(text: str, width: int) -> list[str]:
         if out[-1] and len(out[-1]) + len(part.rstrip()) > width - (2 if len(out) > 1 else 0):
             out.append("")
         out[-1] += part
-    return [line.rstrip() for line in out]
+    return [line.rstrip() if index == 0 else f"  {line.rstrip()}" for index, line in enumerate(out)]
 
 
 def _number(value: float | None) -> str:
