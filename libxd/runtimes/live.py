@@ -23,7 +23,7 @@ def raw_bytes(tensor: Tensor) -> bytes:
 
 
 def state(model: nn.Module) -> dict[str, Any]:
-    """{"mode", "optimizer"}: train when any module is in train mode; whether an optimizer holds one of its parameters."""
+    """{"mode", "optimizer"}: train when any module is so; whether an optimizer holds one of the parameters."""
     training = any(module.training for module in model.modules())
     return {"mode": "train" if training else "eval", "optimizer": owns_optimizer(model)}
 

@@ -30,8 +30,8 @@ class Row:
 class Observer:
     """Fills a cell a token of the flat batch; a token that reached no model keeps id and position -1.
 
-    A token counts as attended when the mask lets it see exactly the tokens of its own sequence so far: as many as there
-    are, itself among them. Padding that is seen, or a token that is hidden, leaves it unattended.
+    A token counts as attended when the mask lets it see itself, and of the columns before it none that is padding and
+    just those of its own sequence that counted as attended themselves. A row's tokens lie side by side in the cache.
     """
 
     def __init__(self, cu_seqlens: np.ndarray) -> None:
@@ -65,10 +65,15 @@ class Observer:
             cells = self.cells(row)
             self.token_ids[cells] = ids[row.row, columns]
             self.positions[cells] = positions[row.row, columns]
-            own = mask[row.row, past + row.offset : past + row.offset + row.count]
-            # causal: a token sees the columns up to its own
-            seen = np.cumsum(mask[row.row])[past + row.offset : past + row.offset + row.count]
-            self.attention_mask[cells] = own & (seen == np.arange(row.start, row.start + row.count) + 1)
+            begin = past + row.offset - row.start  # the column of the sequence's first token
+            if begin < 0:
+                continue  # the cache has lost tokens of the sequence: none counts as attended
+            before = slice(cells.start - row.start, cells.start)
+            foreign = mask[row.row, :begin].any()
+            kept = np.array_equal(mask[row.row, begin : begin + row.start], self.attention_mask[before])
+            # causal: what is fed now and comes later in the row is not seen
+            own = mask[row.row, begin + row.start : begin + row.start + row.count]
+            self.attention_mask[cells] = own & (kept and not foreign)
 
     def cells(self, row: Row) -> slice:
         """Where a row's tokens stand in the flat batch."""

@@ -56,6 +56,11 @@ class Engine(ABC):
     # -- protocol
 
     def bind(self, operator: Any) -> None:
+        """XdError 69 for an operator of hidden states when the head is more than a weight."""
+        if operator.inputs == "hidden" and getattr(self.head, "bias", None) is not None:
+            raise XdError("takes hidden states and the head's weight, and this head adds a bias", status=Status.REFUSED,
+                          code="unsupported-model", where=f"operator {operator.backend}",
+                          found=type(self.model).__name__)
         self._operator = operator
 
     def state(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Prefix:
 
 
 class PrefixStore:
-    """Prefixes by their token ids; lives as long as one scoring."""
+    """Prefixes by what was fed for them: ids, positions, mask; lives as long as one scoring."""
 
     def __init__(self) -> None:
         self._kept: dict[bytes, Prefix] = {}

@@ -58,9 +58,15 @@ class RolloutEngine(Engine):
             "batch.size": self._batch_size(),
             # with no two prompts equal there is nothing to hit; what is kept for the next one still shows
             "rollout.enable_prefix_caching": Observation(bool(hits or len(self._prefixes)), prefixes),
-            "rollout.enforce_eager": Observation(self._backend.runs == 0, compiled),
+            "rollout.enforce_eager": Observation(self._ran_eager(), compiled),
             "logp.backend": self._logp_backend(),
         }
+
+    def _ran_eager(self) -> bool | None:
+        """Whether no step ran compiled; None when some did and some may not have: torch stops compiling at a limit."""
+        if self._backend.runs == 0:
+            return True
+        return None if self._backend.runs < self._steps else False
 
     def close(self) -> None:
         self._prefixes.clear()
@@ -127,7 +133,11 @@ class _Decoding:
         """The same from prompts computed once each, alone and unpadded, and shared by their samples."""
         store, last = self.engine._prefixes, []
         for s in self.alive:
-            key = self._prompt(s, self.sequences.token_ids).tobytes()
+            # all that is fed: equal ids at other positions are another prefix
+            key = b"".join(
+                self._prompt(s, array).tobytes()
+                for array in (self.sequences.token_ids, self.sequences.positions, self.sequences.attention_mask)
+            )
             if key not in store:
                 cache, hidden = self._prefill([s], self.prompt_lens[s])
                 store.keep(key, s, cache, hidden)
@@ -165,7 +175,7 @@ class _Decoding:
         return bool(kept)
 
     def _step(self, cache: DynamicCache, step: int) -> Tensor:
-        """Feed each row its frozen token of `step`: hidden states [M, H]. The last token is fed, too: it is observed."""
+        """Feed each row its frozen token of `step`: hidden states [M, H]. The last one is fed, too: it is observed."""
         cells = np.array([self._cell(s, step) for s in self.alive])
         sequences, engine = self.sequences, self.engine
         self.mask = torch.cat([self.mask, tensor(sequences.attention_mask[cells]).unsqueeze(1)], dim=1)

@@ -1,4 +1,7 @@
-"""What `hf` would build for a row on a machine, and the doors to its engines and its generator. No torch until one opens."""
+"""What `hf` would build for a row on a machine, and the doors to its engines and its generator.
+
+No torch until one opens.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +55,10 @@ class Hf:
     ) -> SidePlan:
         """Pure. What the machine lacks, or this version does not do, is unsupported with the reason."""
         device = row["scenario"]["device"]
-        machine = _Machine(device, environment)
+        machine = _Machine(device, environment, row["identity"]["rollout_mode"])
         records = [
-            machine.record(knob, planner.requested(row, side, knob.path), allow_fallback) for knob in knobs.of_side(side)
+            machine.record(knob, planner.requested(row, side, knob.path), allow_fallback)
+            for knob in knobs.of_side(side)
         ]
         value = {record.knob: record.materialized for record in records}
         if side == "rollout":
@@ -114,10 +118,11 @@ class Hf:
 
 
 class _Machine:
-    """What can be done on a device of a machine with this environment."""
+    """What can be done on a device of a machine with this environment, in a rollout mode."""
 
-    def __init__(self, device: str, environment: dict[str, Any]) -> None:
+    def __init__(self, device: str, environment: dict[str, Any], rollout_mode: str) -> None:
         self._device = device
+        self._rollout_mode = rollout_mode
         self._packages = environment["packages"]
         self._compiler = environment["compiler"]
         self._cuda = environment["cuda"]["devices"]
@@ -153,8 +158,17 @@ class _Machine:
     def unsharded(self, sharding: str) -> str | None:
         return None if sharding == "unsharded" else f"this runtime scores in one process and has no {sharding}"
 
+    def prefix_caching(self, enabled: bool) -> str | None:
+        if enabled and self._rollout_mode == "prefill":
+            return "rollout mode prefill keeps no keys and values that samples could share"
+        return None
+
     def compiled(self, enforce_eager: bool) -> str | None:
-        if enforce_eager or self._device == "cuda" or self._compiler:
+        if enforce_eager:
+            return None
+        if self._rollout_mode == "prefill":
+            return "decoding steps are what is compiled, and rollout mode prefill has none"
+        if self._device == "cuda" or self._compiler:
             return None
         return "the compiled path needs a C++ compiler, and none is on the path"
 
@@ -172,6 +186,7 @@ class _Machine:
 _OBJECTIONS: dict[str, Callable[[_Machine, Any], str | None]] = {
     "rollout.tensor_parallel_size": _Machine.one_process,
     "rollout.context_parallel_size": _Machine.one_process,
+    "rollout.enable_prefix_caching": _Machine.prefix_caching,
     "rollout.enforce_eager": _Machine.compiled,
     "training.attention_backend": _Machine.attention,
     "training.sharding": _Machine.unsharded,
