@@ -19,6 +19,10 @@ MODEL := models/smollm2-135m-instruct
 export VIRTUAL_ENV := $(abspath $(VENV))
 export PATH := $(CURDIR)/tools:$(VIRTUAL_ENV)/bin:$(PATH)
 
+# One thread an engine: engines run side by side (the two sides of a pipe, groups under -j), and more threads than cores
+# make each other wait. Thread counts change numbers, so they are read back and part of the execution key.
+export OMP_NUM_THREADS ?= 1
+
 # Execution policy: who scores what. One line an experiment; a command line can override each.
 POLICY_s0 ?= --runtime cpu-smoke --allow-smoke-operators
 POLICY_s1 ?= --runtime hf

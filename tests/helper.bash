@@ -2,6 +2,7 @@
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PATH="$root/tools:$PATH"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # as `make run` does
 export VIRTUAL_ENV=${VIRTUAL_ENV:-$root/.venv}
 smoke=(--runtime cpu-smoke --allow-smoke-operators)
 

@@ -1,0 +1,81 @@
+"""The real model, few short sequences: three changes that must move logprobs, and one that must not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def measured(root, tmp_path_factory):
+    """Sampled, planned, scored and judged by the tools: case label -> (comparison, effect against the baseline)."""
+    from conftest import Tools
+
+    model = root / "models" / "smollm2-135m-instruct"
+    assert (model / "model.safetensors").exists(), "run `make model`"
+    place = tmp_path_factory.mktemp("real")
+    xd = Tools(place)
+
+    def ran(tool, *arguments, stdin=""):
+        done = xd(tool, "-q", *arguments, stdin=stdin)
+        assert done.status == 0, done.err
+        return done.out
+
+    ran("xd-rollout", root / "experiments" / "prompts" / "short.jsonl", "--model", model, "--samples", 2,
+        "--max-new-tokens", 12, "--seed", 1, "--out", place / "sequences.safetensors")  # fmt: skip
+    config = json.loads((root / "experiments" / "smollm2.json").read_text())
+    config["experiment_id"] = "real"
+    config["identity"]["checkpoint"]["path"] = config["identity"]["tokenizer"]["path"] = str(model)
+    config["identity"]["sequences"]["path"] = "sequences.safetensors"
+    config["interventions"] = [
+        {"path": "batch.size", "values": [1]},
+        {"path": "rollout.dtype", "values": ["float32"]},
+        {"path": "rollout.enable_prefix_caching", "values": [False]},
+    ]
+    (place / "real.json").write_text(json.dumps(config))
+    rows = ran("xd-plan", place / "real.json", "--repeats", 1)
+    attempts = ran("xd-materialize", "--runs", place / "runs", "--runtime", "hf", stdin=rows)
+    for side in ("rollout", "training"):
+        attempts = ran("xd-score", "--side", side, stdin=attempts)
+    comparisons = [json.loads(line) for line in ran("xd-compare", "--json", stdin=attempts).splitlines()]
+    ran("xd-seal", stdin=attempts)
+    baseline = attempts.split()[0]
+    effects = [json.loads(line) for line in ran("xd-compare", "--against", baseline, stdin=attempts).splitlines()]
+    labels = [
+        "repeat" if row["repeat"] else row["intervention"][0]["path"] if row["intervention"] else "baseline"
+        for row in map(json.loads, rows.splitlines())
+    ]
+    return dict(zip(labels, zip(comparisons, effects, strict=True), strict=True))
+
+
+def test_every_attempt_is_a_valid_comparison(measured):
+    for comparison, _ in measured.values():
+        assert comparison["violations"] == [] and comparison["artifact_problems"] == []
+        assert comparison["counts"]["active"] >= 40
+
+
+def test_a_repeat_shows_the_noise_floor(measured):
+    _, floor = measured["repeat"]
+    assert floor["rollout"]["max_absolute"] == floor["training"]["max_absolute"] == 0
+
+
+def test_decode_differs_from_one_pass(measured):
+    """In bfloat16 by rounding, not by a mistake: ENGINES-like figures are a mean of some hundredths of a nat."""
+    comparison, _ = measured["baseline"]
+    assert 1e-3 < comparison["logprob_difference"]["mean_absolute"] < 0.2
+
+
+@pytest.mark.parametrize("knob", ["batch.size", "rollout.dtype"])
+def test_a_knob_moves_the_rollout_side_above_the_floor(measured, knob):
+    _, effect = measured[knob]
+    _, floor = measured["repeat"]
+    assert effect["rollout"]["mean_absolute"] > max(floor["rollout"]["mean_absolute"], 1e-3)
+
+
+def test_a_rollout_knob_leaves_the_training_side_alone(measured):
+    for knob in ("rollout.dtype", "rollout.enable_prefix_caching"):
+        _, effect = measured[knob]
+        assert effect["training"]["max_absolute"] == 0
