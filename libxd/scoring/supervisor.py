@@ -138,9 +138,8 @@ def differences(expected: Any, found: Any, pointer: str = "") -> list[tuple[str,
 
 
 def _killed(task: Task, death: ChildDied) -> XdError:
-    by_signal = death.returncode < 0
-    hint = "run again; if it recurs, see whether memory ran out" if by_signal else "-v shows what the engine says"
+    hint = "run again; if it recurs, see whether memory ran out" if death.by_signal else "-v shows what the engine says"
     return XdError(
         f"the scorer {death.how} while scoring it; nothing was published",
-        status=Status.RETRY if by_signal else Status.BUG, code="scorer-died", where=str(task.attempt), hint=hint,
+        status=Status.RETRY if death.by_signal else Status.BUG, code="scorer-died", where=str(task.attempt), hint=hint,
     )
