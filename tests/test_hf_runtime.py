@@ -1,0 +1,481 @@
+"""Runtime hf on a tiny random Llama: what it would build, right numbers, and evidence that tells the truth."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tolerances
+from conftest import ROOT
+from hf_fixtures import (
+    ENVIRONMENT,
+    LAYERS,
+    PROMPT_LENS,
+    RUNTIME,
+    Bench,
+    frozen,
+    greatest,
+    only,
+    plan,
+    request,
+    save_model,
+)
+
+from libxd import checkpoint, knobs, sequences
+from libxd.errors import XdError
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+SEQUENCES = frozen()
+#: no two prompts equal
+DISTINCT = frozen(response_lens=((4,), (6,), (3,)))
+NEAR = tolerances.TINY_LLAMA_FLOAT32_NATS
+needs_compiler = pytest.mark.skipif(ENVIRONMENT["compiler"] is None, reason="no C++ compiler")
+GPU = {"driver": "13.0", "devices": [{"name": "a GPU"}]}
+
+
+@pytest.fixture(scope="session")
+def bench(tmp_path_factory) -> Bench:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    save_model(directory)
+    return Bench(directory)
+
+
+@pytest.fixture(scope="module")
+def teacher_forced(bench) -> np.ndarray:
+    """float32 [T]: the training side's logprobs of SEQUENCES."""
+    return bench.logprobs("training", SEQUENCES)
+
+
+# -- materialising
+
+
+@pytest.mark.parametrize("side", knobs.BOTH)
+def test_every_knob_of_a_side_has_a_record_and_the_baseline_is_applied(side):
+    made = plan(side)
+    assert [record.knob for record in made.knobs] == [knob.path for knob in knobs.of_side(side)]
+    for record in made.knobs:
+        assert (record.status, record.materialized) == ("applied", record.requested), record
+        assert record.lifecycle == knobs.CATALOG[record.knob].lifecycle and record.evidence
+    assert made.refusals == []
+
+
+@pytest.mark.parametrize(
+    ("side", "changes"),
+    [
+        ("rollout", {"batch__size": 1}),
+        ("training", {"batch__size": 1}),
+        ("rollout", {"rollout__dtype": "bfloat16"}),
+        ("rollout", {"rollout__enable_prefix_caching": True}),
+        ("rollout", {"rollout__enforce_eager": False}),
+        ("training", {"training__attention_backend": "sdpa"}),
+        ("training", {"training__attention_backend": "flex_attention"}),
+        ("training", {"training__attention_backend": "flash_attention_2", "device": "cuda", "cuda": GPU,
+                      "packages": {"flash_attn": "2.8"}}),
+        ("training", {"training__compute_dtype": "float16"}),
+        ("training", {"logp__backend": "xd.reference_logp"}),
+        ("rollout", {"rollout__enforce_eager": False, "lacks": ("compiler",), "device": "cuda", "cuda": GPU}),
+    ],
+)  # fmt: skip
+def test_what_can_be_done_is_applied(side, changes):
+    made = plan(side, **changes)
+    (name,) = (name.replace("__", ".") for name in changes if "__" in name)
+    (record,) = (record for record in made.knobs if record.knob == name)
+    asked = changes[name.replace(".", "__")]
+    assert (record.status, record.requested, record.materialized) == ("applied", asked, asked)
+    assert made.refusals == []
+    # a knob of a request leaves the engine as it is; one of construction is in its fingerprint
+    fingerprints = (made.construction, made.context, made.process)
+    unchanged = plan(side, **{key: value for key, value in changes.items() if "__" not in key})
+    same = fingerprints == (unchanged.construction, unchanged.context, unchanged.process)
+    assert same == (name in ("batch.size", "logp.backend"))
+
+
+@pytest.mark.parametrize(
+    ("side", "changes", "reason"),
+    [
+        ("rollout", {"rollout__tensor_parallel_size": 2}, "one process"),
+        ("rollout", {"rollout__context_parallel_size": 2}, "one process"),
+        ("rollout", {"rollout__enforce_eager": False, "lacks": ("compiler",)}, "C++ compiler"),
+        ("rollout", {"rollout__enforce_eager": False, "rollout_mode": "prefill"}, "decoding steps"),
+        ("rollout", {"rollout__enable_prefix_caching": True, "rollout_mode": "prefill"}, "prefill"),
+        ("training", {"training__sharding": "fsdp"}, "fsdp"),
+        ("training", {"training__attention_backend": "flash_attention_2"}, "CUDA alone"),
+        ("training", {"training__attention_backend": "flash_attention_3", "device": "cuda", "cuda": GPU},
+         "flash_attn_3"),
+        ("training", {"training__attention_backend": "flex_attention", "lacks": ("compiler",)}, "C++ compiler"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_unsupported_with_the_reason(side, changes, reason):
+    made = plan(side, **changes)
+    (record,) = (record for record in made.knobs if record.status != "applied")
+    assert record.knob.replace(".", "__") in changes
+    assert (record.status, record.materialized) == ("unsupported", None)
+    assert reason in record.evidence
+
+
+def test_only_a_declared_fallback_falls_back():
+    asked = {"training__attention_backend": "flash_attention_2"}
+    knob = "training.attention_backend"
+    (record,) = (record for record in plan("training", (knob,), **asked).knobs if record.knob == knob)
+    assert (record.status, record.requested, record.materialized) == ("fallback", "flash_attention_2", "sdpa")
+    assert "CUDA alone" in record.evidence and "sdpa" in record.evidence
+    declared = plan("rollout", ("rollout.tensor_parallel_size",), rollout__tensor_parallel_size=2)  # there is none
+    assert [r.status for r in declared.knobs if r.knob == "rollout.tensor_parallel_size"] == ["unsupported"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "cuda"}, "CUDA device"),
+        ({"synthetic": {"name": "xd-smoke-1", "seed": 7}}, "no synthetic model"),
+        ({"lacks": ("transformers",)}, "transformers is not installed"),
+        ({"lacks": ("torch",)}, "torch is not installed"),
+        ({"semantics": {"logprobs": "processed", "top_k": 5}}, "top-k"),
+        ({"semantics": {"logprobs": "processed", "top_p": 0.9}}, "top-p"),
+    ],
+)
+@pytest.mark.parametrize("side", knobs.BOTH)
+def test_reasons_of_no_knob_refuse_the_side(side, changes, reason):
+    (refusal,) = plan(side, **changes).refusals
+    assert reason in refusal
+
+
+def test_materialising_imports_no_torch():
+    code = (
+        "import sys; from hf_fixtures import plan\n"
+        "assert plan('rollout').knobs and plan('training', training__attention_backend='flash_attention_2').knobs\n"
+        "sys.exit(' '.join({'torch', 'transformers', 'libxd.runtimes.hf.engine'} & set(sys.modules)) or 0)"
+    )
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **path})
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_estimate_follows_the_dtype(bench):
+    place = {"checkpoint": str(bench.directory)}
+    full, half = (RUNTIME.estimate_bytes("rollout", {"dtype": dtype}, place) for dtype in ("float32", "bfloat16"))
+    held = (bench.directory / "model.safetensors").stat().st_size
+    assert full - half == held - held // 2
+    assert RUNTIME.estimate_bytes("rollout", {"dtype": "float32"}, {"checkpoint": None}) == 0
+
+
+# -- numbers
+
+
+@pytest.mark.parametrize("submission", ["canonical", "rotated"])
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize(("mode", "share"), [("decode", False), ("decode", True), ("prefill", False)])
+def test_rollout_says_what_teacher_forcing_says(bench, teacher_forced, mode, share, batch_size, submission):
+    engine, scores = bench.run("rollout", SEQUENCES, rollout_mode=mode, rollout__enable_prefix_caching=share,
+                               batch__size=batch_size, submission=submission)  # fmt: skip
+    assert greatest(scores.logprobs, teacher_forced) < NEAR
+    observed = scores.observed
+    for name in ("token_ids", "positions", "attention_mask"):
+        assert (getattr(observed, name) == getattr(SEQUENCES, name)).all(), name
+    assert (observed.selected_ids == SEQUENCES.token_ids).all()
+    assert observed.cache == ("kv_cache" if mode == "decode" else "none")
+    assert scores.logits_dtype == "float32"
+    shown = engine.behaviour()["batch.size"]
+    assert shown.value == batch_size and sum(shown.evidence["chunks"]) == SEQUENCES.num_sequences
+
+
+@pytest.mark.parametrize("side", knobs.BOTH)
+def test_a_quiet_nan_exactly_where_nothing_was_scored(bench, side):
+    logprobs = bench.logprobs(side, SEQUENCES)
+    assert logprobs.dtype == np.float32 and logprobs.shape == (SEQUENCES.num_tokens,)
+    assert (np.isfinite(logprobs) == SEQUENCES.active_mask).all()
+    assert set(logprobs.view(np.int32)[~SEQUENCES.active_mask]) == {0x7FC00000}
+
+
+@pytest.mark.parametrize("side", knobs.BOTH)
+def test_one_altered_id_moves_the_tokens_behind_it_and_no_other(bench, side):
+    """The negative control of every equality here: sequence 1's first response token, changed."""
+    cell = SEQUENCES.span(1).start + PROMPT_LENS[0]
+    ids = SEQUENCES.token_ids.copy()
+    ids[cell] = (ids[cell] + 1) % 128
+    before = bench.logprobs(side, SEQUENCES)
+    moved = np.abs(bench.logprobs(side, dataclasses.replace(SEQUENCES, token_ids=ids)) - before)
+    own = np.zeros(SEQUENCES.num_tokens, bool)
+    own[cell : SEQUENCES.span(1).stop] = True
+    assert moved[own].min() > 100 * NEAR
+    assert np.nanmax(moved[~own]) < NEAR
+
+
+@pytest.mark.parametrize(("side", "knob"), [("rollout", "rollout__dtype"), ("training", "training__compute_dtype")])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_another_dtype_is_another_number(bench, teacher_forced, side, knob, dtype):
+    engine, scores = bench.run(side, SEQUENCES, **{knob: dtype})
+    assert 0.5 > greatest(scores.logprobs, teacher_forced) > 10 * NEAR
+    assert scores.logits_dtype == dtype
+    assert engine.settings()[knob.replace("__", ".")].value == dtype
+
+
+@pytest.mark.parametrize(
+    ("side", "changes"),
+    [
+        ("rollout", {}),
+        ("rollout", {"rollout__enable_prefix_caching": True}),
+        ("rollout", {"rollout_mode": "prefill"}),
+        ("training", {"training__attention_backend": "sdpa"}),
+        ("training", {"training__attention_backend": "eager"}),
+    ],
+)
+def test_padding_does_not_leak(bench, side, changes):
+    """Each sequence by itself against all of them in one padded batch."""
+    together = bench.logprobs(side, SEQUENCES, batch__size=16, **changes)
+    engine = bench.open(side, batch__size=1, **changes)
+    asked = request(side, **{"batch__size": 1, **changes})
+    for sequence in range(SEQUENCES.num_sequences):
+        alone = engine.score(only(SEQUENCES, sequence), asked).logprobs
+        assert greatest(alone, together[SEQUENCES.span(sequence)]) < NEAR
+
+
+def test_ids_beyond_the_vocabulary_are_refused(bench):
+    ids = SEQUENCES.token_ids.copy()
+    ids[-1] = 128
+    with pytest.raises(XdError, match="beyond the model's vocabulary"):
+        bench.run("training", dataclasses.replace(SEQUENCES, token_ids=ids))
+
+
+# -- prefix caching
+
+
+def test_samples_of_a_prompt_share_its_prefix(bench):
+    plain, off = bench.run("rollout", SEQUENCES, batch__size=4)
+    sharing, on = bench.run("rollout", SEQUENCES, batch__size=4, rollout__enable_prefix_caching=True)
+    assert greatest(on.logprobs, off.logprobs) < NEAR
+    shown = sharing.behaviour()["rollout.enable_prefix_caching"]
+    rows, prompts = SEQUENCES.num_sequences, len(PROMPT_LENS)
+    assert shown.value is True
+    assert shown.evidence == {"prompts": rows, "computed": prompts, "hits": rows - prompts, "kept": prompts}
+    shown = plain.behaviour()["rollout.enable_prefix_caching"]
+    assert shown.value is False
+    assert shown.evidence == {"prompts": rows, "computed": rows, "hits": 0, "kept": 0}
+    # prefixes of one scoring are not those of the next
+    sharing.score(SEQUENCES, request("rollout"))
+    assert sharing.behaviour()["rollout.enable_prefix_caching"].evidence["hits"] == rows - prompts
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_without_equal_prompts_prefix_caching_still_shows(bench, share):
+    engine, _ = bench.run("rollout", DISTINCT, rollout__enable_prefix_caching=share)
+    shown = engine.behaviour()["rollout.enable_prefix_caching"]
+    assert shown.value is share and shown.evidence["hits"] == 0
+
+
+def test_equal_ids_at_other_positions_are_another_prefix(bench):
+    positions = SEQUENCES.positions.copy()
+    positions[SEQUENCES.span(1)] += 5
+    moved = dataclasses.replace(SEQUENCES, positions=positions)
+    engine, scores = bench.run("rollout", moved, rollout__enable_prefix_caching=True)
+    assert (scores.observed.positions == positions).all()
+    assert engine.behaviour()["rollout.enable_prefix_caching"].evidence["kept"] == len(PROMPT_LENS) + 1
+
+
+# -- the compiled path
+
+
+@needs_compiler
+def test_compiled_steps_really_run_compiled(bench):
+    eager, expected = bench.run("rollout", SEQUENCES)
+    compiled, scores = bench.run("rollout", SEQUENCES, rollout__enforce_eager=False)
+    assert greatest(scores.logprobs, expected.logprobs) < NEAR
+    assert (scores.observed.token_ids == SEQUENCES.token_ids).all() and scores.observed.attention_mask.all()
+    shown = compiled.behaviour()["rollout.enforce_eager"]
+    assert shown.value is False
+    assert shown.evidence["graphs"] >= 1 and shown.evidence["graph_runs"] >= shown.evidence["decode_steps"] > 0
+    shown = eager.behaviour()["rollout.enforce_eager"]
+    assert shown.value is True
+    assert shown.evidence == {"graphs": 0, "graph_runs": 0, "decode_steps": compiled._steps}
+    # held for another case, the same graphs serve it; run in part alone, nothing is claimed
+    compiled.score(SEQUENCES, request("rollout", batch__size=8))
+    assert compiled.behaviour()["rollout.enforce_eager"].value is False
+    compiled._backend.runs -= 1
+    assert compiled.behaviour()["rollout.enforce_eager"].value is None
+    # whoever steps around the graph is seen
+    compiled._stepper = compiled.base
+    compiled.score(SEQUENCES, request("rollout"))
+    assert compiled.behaviour()["rollout.enforce_eager"].value is True
+
+
+# -- attention
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_attention_is_counted_a_layer_and_chunk(bench, teacher_forced, backend):
+    engine, scores = bench.run("training", SEQUENCES, training__attention_backend=backend, batch__size=4)
+    shown = engine.behaviour()["training.attention_backend"]
+    assert (shown.value, shown.evidence["calls"]) == (backend, {backend: LAYERS * 3})
+    assert greatest(scores.logprobs, teacher_forced) < NEAR
+
+
+@pytest.mark.parametrize(("asked", "ran"), [("eager", "sdpa"), ("sdpa", "eager")])
+def test_attention_is_what_ran_not_what_was_asked(bench, asked, ran):
+    engine = bench.open("training", training__attention_backend=asked)
+    engine.model.config._attn_implementation = ran
+    engine.score(SEQUENCES, request("training"))
+    assert engine.behaviour()["training.attention_backend"].value == ran
+
+
+def test_a_mixture_of_attentions_is_not_called_one(bench):
+    engine = bench.open("training", training__attention_backend="sdpa")
+    odd = engine.base.layers[0].self_attn
+    odd.config = copy.deepcopy(odd.config)
+    odd.config._attn_implementation = "eager"
+    engine.score(SEQUENCES, request("training"))
+    shown = engine.behaviour()["training.attention_backend"]
+    assert shown.value is None and set(shown.evidence["calls"]) == {"eager", "sdpa"}
+
+
+def test_counting_leaves_transformers_as_it_was(bench):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before = {name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS.valid_keys()}
+    bench.run("training", DISTINCT)
+    assert {name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS.valid_keys()} == before
+
+
+# -- what else the live engine shows
+
+
+@pytest.mark.parametrize("side", knobs.BOTH)
+def test_every_knob_of_a_side_is_shown(bench, side):
+    engine, _ = bench.run(side, DISTINCT)
+    shown = {**engine.settings(), **engine.behaviour()}
+    assert {name: observation.value for name, observation in shown.items()} == {
+        record.knob: record.materialized for record in plan(side).knobs
+    }
+    json.dumps([observation.evidence for observation in shown.values()] + [engine.describe()])
+    assert engine.describe()["class"] == "LlamaForCausalLM"
+    engine.close()
+
+
+@pytest.mark.parametrize("side", knobs.BOTH)
+def test_a_mode_left_on_and_an_optimizer_are_seen(bench, side):
+    engine, _ = bench.run(side, DISTINCT)
+    assert engine.state() == {"mode": "eval", "optimizer": False}
+    engine.base.layers[-1].mlp.train()  # deep inside
+    assert engine.state()["mode"] == "train"
+    engine.model.eval()
+    other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
+    assert engine.state() == {"mode": "eval", "optimizer": False}
+    other.add_param_group({"params": [engine.base.norm.weight]})
+    assert engine.state() == {"mode": "eval", "optimizer": True}
+
+
+def held(engine) -> dict[str, str]:
+    return {
+        name: checkpoint.parameter_digest(dtype, shape, [raw]) for name, dtype, shape, raw in engine.parameters()
+    }
+
+
+@pytest.mark.parametrize(("side", "knob"), [("rollout", "rollout__dtype"), ("training", "training__compute_dtype")])
+@pytest.mark.parametrize("dtype", knobs.DTYPES)
+def test_held_weights_are_the_checkpoint_cast(bench, side, knob, dtype):
+    engine = bench.open(side, **{knob: dtype})
+    expected = checkpoint.parameter_digests(bench.directory, dtype)
+    assert held(engine) == expected
+    assert "model.embed_tokens.weight" in expected and "lm_head.weight" not in expected
+    engine.score(SEQUENCES, request(side))
+    assert held(engine) == expected
+    with torch.no_grad():
+        engine.base.norm.weight[3] += 0.5
+    assert {name for name, digest in held(engine).items() if digest != expected[name]} == {"model.norm.weight"}
+
+
+# -- operators and semantics
+
+
+@pytest.mark.parametrize("side", knobs.BOTH)
+def test_the_reference_operator_keeps_what_a_bfloat16_head_rounds_away(bench, side):
+    dtype = "rollout__dtype" if side == "rollout" else "training__compute_dtype"
+
+    def by(backend: str, held: str) -> np.ndarray:
+        engine, scores = bench.run(side, SEQUENCES, **{dtype: held, "logp__backend": backend})
+        assert engine.behaviour()["logp.backend"].value == backend
+        return scores.logprobs
+
+    assert greatest(by("native", "float32"), by("xd.reference_logp", "float32")) < NEAR
+    assert greatest(by("native", "bfloat16"), by("xd.reference_logp", "bfloat16")) > 100 * NEAR
+
+
+def test_a_head_with_a_bias_takes_no_operator_of_hidden_states(bench):
+    engine = bench.open("training")
+    hidden = bench.open("training", logp__backend="xd.reference_logp")._operator
+    engine.head.bias = torch.nn.Parameter(torch.zeros(128))
+    with pytest.raises(XdError, match="bias"):
+        engine.bind(hidden)
+
+
+def oracle(directory: Path, temperature: float) -> np.ndarray:
+    """float64 [T]: the model in float64, a sequence at a time, logits divided by the temperature."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
+    found = np.full(SEQUENCES.num_tokens, np.nan)
+    for sequence in range(SEQUENCES.num_sequences):
+        span = SEQUENCES.span(sequence)
+        ids = torch.from_numpy(SEQUENCES.token_ids[span].astype(np.int64))
+        with torch.inference_mode():
+            logits = model(input_ids=ids.unsqueeze(0)).logits[0, :-1]
+        scaled = (logits / temperature).log_softmax(-1)
+        found[span.start + 1 : span.stop] = scaled.gather(1, ids[1:].unsqueeze(1)).squeeze(1).numpy()
+    found[~SEQUENCES.active_mask] = np.nan
+    return found
+
+
+@pytest.mark.parametrize("backend", ["native", "xd.reference_logp"])
+@pytest.mark.parametrize("side", knobs.BOTH)
+def test_processed_logprobs_are_behind_the_temperature_and_raw_ones_before(bench, side, backend):
+    by_kind = {
+        kind: bench.logprobs(side, SEQUENCES, logp__backend=backend, semantics={"logprobs": kind, "temperature": 0.7})
+        for kind in ("processed", "raw")
+    }
+    assert greatest(by_kind["processed"], oracle(bench.directory, 0.7)) < NEAR
+    assert greatest(by_kind["raw"], oracle(bench.directory, 1.0)) < NEAR
+    assert greatest(by_kind["processed"], by_kind["raw"]) > 100 * NEAR
+
+
+# -- the chain
+
+
+def test_the_chain_passes_in_float32_and_sees_bfloat16(bench, xd, tmp_path):
+    sequences.write(tmp_path / "tiny.safetensors", SEQUENCES)
+    config = json.loads((ROOT / "experiments" / "smollm2-fp32.json").read_text())
+    config |= {"experiment_id": "tiny", "scenario_id": "tiny-decode-fp32"}
+    config["identity"] |= {
+        "checkpoint": {"path": str(bench.directory), "digest": None},
+        "tokenizer": {"id": "none", "policy": "token_ids"},
+        "sequences": {"path": "tiny.safetensors", "digest": None},
+        "model": {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128},
+    }
+    config["interventions"] = [{"path": "rollout.dtype", "values": ["bfloat16"]}]
+    (tmp_path / "tiny.json").write_text(json.dumps(config))
+
+    passed = xd("xd-plan", "tiny.json").out
+    for stage in (
+        ("xd-materialize", "--runs", "runs", "--runtime", "hf"), ("xd-score", "--side", "rollout"),
+        ("xd-score", "--side", "training"), ("xd-compare",), ("xd-seal",),
+    ):  # fmt: skip
+        ran = xd(*stage, stdin=passed)
+        assert ran.status == 0, ran.err
+        passed = ran.out
+    baseline, changed = (tmp_path / line for line in passed.splitlines())
+    for attempt, status in ((baseline, "PASS"), (changed, "MISMATCH")):
+        comparison = json.loads((attempt / "comparison.json").read_text())
+        assert (comparison["status"], comparison["violations"]) == (status, []), comparison
+        assert comparison["counts"]["active"] == int(SEQUENCES.active_mask.sum())
+    for side in knobs.BOTH:
+        readback = json.loads((baseline / f"readback_{side}.json").read_text())
+        assert (readback["status"], readback["refusals"]) == ("ok", [])
+        assert {knob["status"] for knob in readback["knobs"]} == {"applied"}
+        assert [knob["knob"] for knob in readback["knobs"]] == [knob.path for knob in knobs.of_side(side)]
