@@ -35,7 +35,7 @@ TOKEN_DIFFS = "token_diffs.safetensors"
 OUTPUTS = ("actual.json", TOKEN_DIFFS, "comparison.json")
 INPUTS = ("identity.json", *(f"score_{side}.safetensors" for side in SIDES))
 _READ_BYTES = 1 << 22
-_THREADS = 3  # digests and two kinds of statistics are independent of one another
+_THREADS = 3
 
 
 @dataclass(frozen=True)

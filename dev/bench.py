@@ -1,0 +1,57 @@
+"""make bench: speed and memory of the tools as ratios within one run, each met or not met.
+
+Every ratio is a median over several turns in which the tool and what it is held against run one after the other. The
+files are synthetic and lie in a temporary directory ($TMPDIR; some 3 GB).
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]  # the tests' fixtures make the scored attempts
+
+import bench_compare  # noqa: E402
+import bench_plan  # noqa: E402
+import bench_score  # noqa: E402
+import bench_seal  # noqa: E402
+from bench_timing import Result  # noqa: E402
+
+
+def main() -> int:
+    """Print the table; 1 when something is not met."""
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory(prefix="xd-bench-") as name:
+        place = Path(name)
+        say("planning")
+        results.append(bench_plan.measure(place))
+        say(f"comparing {bench_compare.TOKENS // 10**6} M tokens")
+        large = bench_compare.attempt(place, bench_compare.TOKENS)
+        results += bench_compare.measure(place, large)
+        say("sealing")
+        results.append(bench_seal.measure(large))
+        say("scoring")  # last: it loads torch here, and what this process held counts towards its children's peak
+        results.append(bench_score.measure(place))
+    for line in table(results):
+        print(line)
+    return 0 if all(result.met for result in results) else 1
+
+
+def table(results: list[Result]) -> list[str]:
+    """The results as aligned text."""
+    width = max(len(result.what) for result in results)
+    head = f"{'':{width}}  ratio  limit           median times"
+    return [head] + [
+        f"{r.what:{width}}  {r.ratio:5.2f}  {r.limit:5.2f}  {'met' if r.met else 'not met':7}  {r.detail}"
+        for r in results
+    ]
+
+
+def say(what: str) -> None:
+    print(f"bench: {what}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
