@@ -83,7 +83,7 @@ def measure(place: Path, target: Attempt) -> list[Result]:
     _, small = compare(attempt(place, TOKENS // 10))
     size = sum(target.file(name).stat().st_size for name in (*INPUTS, *OUTPUTS))
     detail = f"{ours_s:.2f} s; reading and writing these {size / 1e9:.2f} GB {theirs_s:.2f} s"
-    memory = f"peak {max(peaks) / 1e6:.0f} MB at {TOKENS // 10**6} M tokens, {small / 1e6:.0f} MB at a tenth of them"
+    memory = f"peak {max(peaks) / 1e6:.0f} MB at {TOKENS // 10**6} M tokens, {small / 1e6:.0f} MB at a tenth"
     return [
         Result(f"xd-compare of {TOKENS // 10**6} M tokens", found, LIMIT, detail),
         Result("its memory, ten times the tokens", max(peaks) / small, 1.2, memory),

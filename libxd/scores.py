@@ -15,7 +15,7 @@ from libxd.tensors import TensorFile
 #: tokens (or bytes of a digest) that are looked at together; sums are formed block by block, so it is part of the
 #: format
 BLOCK = 1 << 17
-_RELEASE_EVERY = 16  # blocks
+_RELEASE_EVERY = 4  # blocks
 
 _DTYPES = {"token_ids": "int32", "logprobs": "float32", "active_mask": "bool", "cu_seqlens": "int64"}
 

@@ -48,7 +48,7 @@ _TAGS = {
     "F64": ("float64", 8, "<f8"),
 }
 _BY_NAME = {name: (tag, size) for tag, (name, size, _) in _TAGS.items()}
-_BOOL_BLOCK = 1 << 24
+_BOOL_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,11 @@ class TensorFile:
         array = np.frombuffer(self.raw(name), dtype=_TAGS[entry.tag][2]).reshape(entry.shape)
         if entry.tag == "BOOL":
             flat = array.reshape(-1).view(np.uint8)
-            if any(flat[i : i + _BOOL_BLOCK].max() > 1 for i in range(0, flat.size, _BOOL_BLOCK)):
-                raise XdError("a bool tensor holds bytes other than 0 and 1", code="bad-tensor", where=str(self.path),
-                              path=f"/{name}")  # fmt: skip
+            for start in range(0, flat.size, _BOOL_BLOCK):
+                if flat[start : start + _BOOL_BLOCK].max() > 1:
+                    raise XdError("a bool tensor holds bytes other than 0 and 1", code="bad-tensor",
+                                  where=str(self.path), path=f"/{name}")  # fmt: skip
+                self.release()
         return array
 
     def expect(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> None:
