@@ -23,8 +23,9 @@ def page(tool: str) -> str:
 
 EXIT_STATUS = """## Exit status
 
-0 done; 1 only as the answer "no" to a question that was asked; 2 usage; 65 invalid input; 66 input missing; 69 refused or
-unsupported here; 70 a bug; 73 the output exists with other content; 75 worth trying again; 128 + N a signal.
+0 done; 1 only as the answer "no" to a question that was asked; 2 usage; 65 invalid input; 66 input missing;
+69 refused or unsupported here; 70 a bug; 73 the output exists with other content; 75 worth trying again;
+128 + N a signal.
 The [README](../../README.md#exit-status) has the whole table.
 """
 

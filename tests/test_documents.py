@@ -87,3 +87,15 @@ def test_documented_files_exist():
             if not (ROOT / name).exists():
                 missing.append(f"{page.name}: {name}")
     assert missing == []
+
+
+def test_tests_named_in_the_contract_table_exist():
+    """`test_x.py::test_a` and, in the same cell, `::test_b` of the same file."""
+    missing, file = [], ""
+    for name in re.findall(r"`((?:test_\w+\.py)?::\w+)`", (ROOT / "docs" / "contract.md").read_text()):
+        found, _, test = name.partition("::")
+        file = found or file
+        path = ROOT / "tests" / file
+        if not path.exists() or f"def {test}(" not in path.read_text():
+            missing.append(f"{file}::{test}")
+    assert missing == []
