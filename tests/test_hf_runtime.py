@@ -307,6 +307,18 @@ def test_compiled_steps_really_run_compiled(bench):
     assert compiled.behaviour()["rollout.enforce_eager"].value is True
 
 
+@needs_compiler
+def test_a_closed_engine_leaves_the_next_one_room_to_compile(bench):
+    """torch compiles one function so many times a process, then runs it eager: here three times."""
+    with torch._dynamo.config.patch(recompile_limit=3):
+        torch.compiler.reset()  # what other tests compiled
+        for _engine in range(3):
+            engine, _ = bench.run("rollout", SEQUENCES, rollout__enforce_eager=False)
+            shown = engine.behaviour()["rollout.enforce_eager"]
+            assert shown.value is False, shown.evidence
+            engine.close()
+
+
 # -- attention
 
 

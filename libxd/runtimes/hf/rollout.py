@@ -69,6 +69,9 @@ class RolloutEngine(Engine):
         return None if self._backend.runs < self._steps else False
 
     def close(self) -> None:
+        if self._backend.graphs:
+            # graphs of all engines of a process count against one limit, behind which torch runs eager without a word
+            torch.compiler.reset()
         self._prefixes.clear()
         self._stepper = None
         super().close()
