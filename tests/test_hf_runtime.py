@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,11 +29,14 @@ from hf_fixtures import (
     save_model,
 )
 
-from libxd import checkpoint, knobs, sequences
+from libxd import checkpoint, environment, knobs, sequences
 from libxd.errors import XdError
+from libxd.runtimes.hf import runtime as hf_runtime
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+
+from libxd.runtimes.hf.prefix import PrefixStore  # noqa: E402
 
 SEQUENCES = frozen()
 #: no two prompts equal
@@ -79,7 +83,7 @@ def test_every_knob_of_a_side_has_a_record_and_the_baseline_is_applied(side):
         ("training", {"training__attention_backend": "sdpa"}),
         ("training", {"training__attention_backend": "flex_attention"}),
         ("training", {"training__attention_backend": "flash_attention_2", "device": "cuda", "cuda": GPU,
-                      "packages": {"flash_attn": "2.8"}}),
+                      "packages": {"flash-attn": "2.8"}}),
         ("training", {"training__compute_dtype": "float16"}),
         ("training", {"logp__backend": "xd.reference_logp"}),
         ("rollout", {"rollout__enforce_eager": False, "lacks": ("compiler",), "device": "cuda", "cuda": GPU}),
@@ -110,7 +114,7 @@ def test_what_can_be_done_is_applied(side, changes):
         ("training", {"training__sharding": "fsdp"}, "fsdp"),
         ("training", {"training__attention_backend": "flash_attention_2"}, "CUDA alone"),
         ("training", {"training__attention_backend": "flash_attention_3", "device": "cuda", "cuda": GPU},
-         "flash_attn_3"),
+         "flash-attn-3"),
         ("training", {"training__attention_backend": "flex_attention", "lacks": ("compiler",)}, "C++ compiler"),
     ],
 )  # fmt: skip
@@ -120,6 +124,10 @@ def test_what_cannot_be_done_is_unsupported_with_the_reason(side, changes, reaso
     assert record.knob.replace(".", "__") in changes
     assert (record.status, record.materialized) == ("unsupported", None)
     assert reason in record.evidence
+
+
+def test_packages_go_by_the_names_that_an_environment_has():
+    assert set(hf_runtime._PACKAGE_OF.values()) <= set(environment.PACKAGES)
 
 
 def test_only_a_declared_fallback_falls_back():
@@ -256,10 +264,12 @@ def test_samples_of_a_prompt_share_its_prefix(bench):
     shown = sharing.behaviour()["rollout.enable_prefix_caching"]
     rows, prompts = SEQUENCES.num_sequences, len(PROMPT_LENS)
     assert shown.value is True
-    assert shown.evidence == {"prompts": rows, "computed": prompts, "hits": rows - prompts, "kept": prompts}
+    assert shown.evidence == {
+        "prompts": rows, "distinct": prompts, "computed": prompts, "hits": rows - prompts, "kept": prompts
+    }  # fmt: skip
     shown = plain.behaviour()["rollout.enable_prefix_caching"]
     assert shown.value is False
-    assert shown.evidence == {"prompts": rows, "computed": rows, "hits": 0, "kept": 0}
+    assert shown.evidence == {"prompts": rows, "distinct": prompts, "computed": rows, "hits": 0, "kept": 0}
     # prefixes of one scoring are not those of the next
     sharing.score(SEQUENCES, request("rollout"))
     assert sharing.behaviour()["rollout.enable_prefix_caching"].evidence["hits"] == rows - prompts
@@ -270,6 +280,21 @@ def test_without_equal_prompts_prefix_caching_still_shows(bench, share):
     engine, _ = bench.run("rollout", DISTINCT, rollout__enable_prefix_caching=share)
     shown = engine.behaviour()["rollout.enable_prefix_caching"]
     assert shown.value is share and shown.evidence["hits"] == 0
+
+
+class Forgetful(PrefixStore):
+    """Keeps what it is given and never finds it."""
+
+    def __contains__(self, key: bytes) -> bool:
+        return False
+
+
+def test_prefixes_that_are_kept_and_computed_again_are_not_shared(bench):
+    engine = bench.open("rollout", rollout__enable_prefix_caching=True)
+    engine._prefixes = Forgetful()
+    engine.score(SEQUENCES, request("rollout"))
+    shown = engine.behaviour()["rollout.enable_prefix_caching"]
+    assert shown.value is None and shown.evidence["hits"] == 0 and shown.evidence["kept"] == len(PROMPT_LENS)
 
 
 def test_equal_ids_at_other_positions_are_another_prefix(bench):
@@ -382,6 +407,43 @@ def test_a_mode_left_on_and_an_optimizer_are_seen(bench, side):
     assert engine.state() == {"mode": "eval", "optimizer": False}
     other.add_param_group({"params": [engine.base.norm.weight]})
     assert engine.state() == {"mode": "eval", "optimizer": True}
+
+
+@pytest.mark.parametrize(("side", "knob"), [("rollout", "rollout.dtype"), ("training", "training.compute_dtype")])
+def test_products_in_another_dtype_than_the_weights_are_seen(bench, side, knob):
+    engine = bench.open(side)
+    with torch.autocast("cpu", torch.bfloat16):
+        engine.score(DISTINCT, request(side))
+    assert engine.settings()[knob].value == "float32"
+    shown = engine.behaviour()[knob]
+    assert shown.value is None and shown.evidence["computed"] == ["bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("side", knobs.BOTH)
+def test_batches_are_counted_where_they_run(bench, side):
+    engine = bench.open(side)
+    inner = engine._score_chunk
+
+    def one_by_one(given, chunk, *rest):
+        for sequence in chunk:
+            inner(given, [sequence], *rest)
+
+    engine._score_chunk = one_by_one
+    engine.score(SEQUENCES, request(side, batch__size=4))
+    assert engine.behaviour()["batch.size"].value == 1
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_refused(bench, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(bench.directory / name, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(XdError, match="lacks weights") as error:
+        Bench(tmp_path).open("training")
+    assert error.value.found == ["model.norm.weight"]
 
 
 def held(engine) -> dict[str, str]:

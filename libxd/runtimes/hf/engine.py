@@ -22,8 +22,8 @@ from libxd.runtimes.protocol import Observation, Request, Scores, submission_chu
 from libxd.scoring.observer import Observer, Row
 from libxd.sequences import Sequences
 
-#: rows that go through the head together: logits of a whole batch would not fit, and a constant leaves a row's
-#: product the same shape whatever the batch
+#: positions that go through the head together. Those that need a logprob are gathered first: the logits of a whole
+#: padded batch are mostly thrown away, and at 150 thousand columns a thousand rows of them fill 600 MB in float32
 HEAD_ROWS = 1024
 
 #: what a causal language model may do behind its head that these engines do not
@@ -47,6 +47,7 @@ class Engine(ABC):
     def _forget_run(self) -> None:
         """Behaviour is that of one scoring: whatever was counted before goes."""
         self._chunk_sizes: list[int] = []
+        self._computed_dtypes: set[str] = set()
         self._operator_calls = 0
         self._logits_dtypes: set[str] = set()
         self._caches_seen = 0
@@ -79,7 +80,6 @@ class Engine(ABC):
         observer = Observer(sequences.cu_seqlens)
         with torch.inference_mode():
             for chunk in submission_chunks(sequences.num_sequences, request.submission, request.batch_size):
-                self._chunk_sizes.append(len(chunk))
                 self._score_chunk(sequences, chunk, request, observer, logprobs)
         cache = "kv_cache" if self._caches_seen else "none"
         return Scores(logprobs, None, observer.observed(cache), "+".join(sorted(self._logits_dtypes)))
@@ -138,6 +138,9 @@ class Engine(ABC):
             )
         if getattr(out, self._cache_argument, None) is not None:
             self._caches_seen += 1
+        self._computed_dtypes.add(live.DTYPE_NAMES[out.last_hidden_state.dtype])
+        if torch.is_autocast_enabled(self.device.type):  # its matrix products are in another dtype than their inputs
+            self._computed_dtypes.add(live.DTYPE_NAMES[torch.get_autocast_dtype(self.device.type)])
         return out.last_hidden_state
 
     def _one_pass(
@@ -154,6 +157,7 @@ class Engine(ABC):
             mask[row, :length] = tensor(sequences.attention_mask[span])
         rows = [Row(row, s, 0, length) for row, (s, length) in enumerate(zip(chunk, lengths, strict=True))]
         hidden = self._forward(self.base, ids, positions, mask, rows, observer)
+        self._chunk_sizes.append(hidden.shape[0])
         # token t is predicted by the hidden state of token t - 1; the prompt's own tokens were never sampled
         places = [
             (row, t - 1, span.start + t)
@@ -178,6 +182,7 @@ class Engine(ABC):
         else:
             logits = self.head(hidden)  # [N, V]
             self._logits_dtypes.add(live.DTYPE_NAMES[logits.dtype])
+            self._computed_dtypes.add(live.DTYPE_NAMES[logits.dtype])
             values = self._operator(logits, ids, temperature=scaled_by)
         self._operator_calls += self._operator.calls - before
         observer.selected(cells, ids.cpu().numpy())
@@ -186,7 +191,7 @@ class Engine(ABC):
     # -- read-back shared by the sides
 
     def _batch_size(self) -> Observation:
-        """The chunks as run; where there are fewer sequences than a chunk holds, they fit the size that was asked."""
+        """The rows of the batches that ran; sequences too few to fill a chunk fit the size that was asked."""
         assert self._request is not None
         asked = submission_chunks(self._num_sequences, self._request.submission, self._request.batch_size)
         fits = self._chunk_sizes == [len(chunk) for chunk in asked]
@@ -201,6 +206,11 @@ class Engine(ABC):
         held = sorted({live.DTYPE_NAMES[parameter.dtype] for parameter in self.model.parameters()})
         return Observation(held[0] if len(held) == 1 else None, {"parameters": held})
 
+    def _compute_dtype(self) -> Observation:
+        """What hidden states and logits came out in, and the products between them."""
+        seen = sorted(self._computed_dtypes)
+        return Observation(seen[0] if len(seen) == 1 else None, {"computed": seen, **self._parameter_dtype().evidence})
+
     def _world(self) -> tuple[int, dict[str, Any]]:
         """Over how many ranks the model's matrices are split, and what shows it."""
         from torch.distributed.tensor import DTensor
@@ -212,17 +222,25 @@ class Engine(ABC):
 
 
 def load(directory: str, dtype: torch.dtype, attention: str) -> Any:
-    """The causal language model of a checkpoint directory, in eval mode. XdError 65 when transformers refuses it."""
+    """The causal language model of a checkpoint directory, in eval mode.
+
+    XdError 65 when transformers refuses it or would make up a weight; 69 for a model that does more than this runtime.
+    """
     from transformers import AutoModelForCausalLM, logging
 
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=True
-        )
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=True,
+            output_loading_info=True,
+        )  # fmt: skip
     except (OSError, ValueError, KeyError) as error:
         raise XdError(f"transformers cannot load this checkpoint: {error}", code="bad-checkpoint",
                       where=os.path.basename(directory)) from error
+    made_up = sorted({*map(str, loaded["missing_keys"]), *map(str, loaded["mismatched_keys"])})
+    if made_up:  # transformers would draw them at random
+        raise XdError("the checkpoint lacks weights of the model", code="bad-checkpoint",
+                      where=os.path.basename(directory), found=made_up)
     unusual = [name for name in _BEHIND_THE_HEAD if getattr(model.config, name, None) not in (None, 1, 1.0)]
     if unusual:
         raise XdError("this runtime does not do what the model does behind its head", status=Status.REFUSED,

@@ -36,7 +36,7 @@ class RolloutEngine(Engine):
     def _forget_run(self) -> None:
         super()._forget_run()
         self._steps = 0
-        self._prompts = 0
+        self._prompts: list[bytes] = []
         self._prompts_computed = 0
         self._backend.runs = 0
         self._prefixes.clear()
@@ -51,16 +51,24 @@ class RolloutEngine(Engine):
 
     def behaviour(self) -> dict[str, Observation]:
         compiled = {"graphs": self._backend.graphs, "graph_runs": self._backend.runs, "decode_steps": self._steps}
-        hits = self._prompts - self._prompts_computed
-        prefixes = {"prompts": self._prompts, "computed": self._prompts_computed, "hits": hits,
-                    "kept": len(self._prefixes)}  # fmt: skip
         return {
             "batch.size": self._batch_size(),
-            # with no two prompts equal there is nothing to hit; what is kept for the next one still shows
-            "rollout.enable_prefix_caching": Observation(bool(hits or len(self._prefixes)), prefixes),
+            "rollout.dtype": self._compute_dtype(),
+            "rollout.enable_prefix_caching": self._shared_prefixes(),
             "rollout.enforce_eager": Observation(self._ran_eager(), compiled),
             "logp.backend": self._logp_backend(),
         }
+
+    def _shared_prefixes(self) -> Observation:
+        """True: each distinct prompt was computed once and kept. False: each row's was, and none kept. Else None."""
+        prompts, distinct, computed = len(self._prompts), len(set(self._prompts)), self._prompts_computed
+        kept = len(self._prefixes)
+        evidence = {"prompts": prompts, "distinct": distinct, "computed": computed, "hits": prompts - computed,
+                    "kept": kept}  # fmt: skip
+        # with no two prompts equal both compute the same rows; what is kept for the next one still shows
+        if kept:
+            return Observation(True if computed == distinct else None, evidence)
+        return Observation(False if computed == prompts else None, evidence)
 
     def _ran_eager(self) -> bool | None:
         """Whether no step ran compiled; None when some did and some may not have: torch stops compiling at a limit."""
@@ -106,8 +114,9 @@ class _Decoding:
 
     def run(self) -> None:
         engine = self.engine
-        engine._prompts += len(self.alive)
+        engine._prompts += [self._prefix(s) for s in self.alive]
         cache, last = self._shared_prefill() if engine._share_prefixes else self._prefill(self.alive)
+        engine._chunk_sizes.append(cache.layers[0].keys.shape[0])
         step = 0
         self._select(last, step)
         while self._drop_finished(cache, step):
@@ -129,18 +138,14 @@ class _Decoding:
             watched.append(Row(row, s, 0, length, width - length))
         cache = DynamicCache(config=engine.model.config)
         hidden = engine._forward(engine.base, ids, positions, mask, watched, self.observer, cache)
-        engine._prompts_computed += len(rows)
+        engine._prompts_computed += hidden.shape[0]
         return cache, hidden[:, -1]
 
     def _shared_prefill(self) -> tuple[DynamicCache, Tensor]:
         """The same from prompts computed once each, alone and unpadded, and shared by their samples."""
         store, last = self.engine._prefixes, []
         for s in self.alive:
-            # all that is fed: equal ids at other positions are another prefix
-            key = b"".join(
-                self._prompt(s, array).tobytes()
-                for array in (self.sequences.token_ids, self.sequences.positions, self.sequences.attention_mask)
-            )
+            key = self._prefix(s)
             if key not in store:
                 cache, hidden = self._prefill([s], self.prompt_lens[s])
                 store.keep(key, s, cache, hidden)
@@ -148,6 +153,11 @@ class _Decoding:
             self.observer.shared(s, prefix.origin, self.prompt_lens[s])
             last.append(prefix)
         return store.batch(last, self.width, self.engine.model.config), torch.cat([p.hidden for p in last])
+
+    def _prefix(self, sequence: int) -> bytes:
+        """All that is fed for a prompt: equal ids at other positions are another prefix."""
+        given = (self.sequences.token_ids, self.sequences.positions, self.sequences.attention_mask)
+        return b"".join(self._prompt(sequence, array).tobytes() for array in given)
 
     def _prompt(self, sequence: int, array: np.ndarray) -> np.ndarray:
         first = self.sequences.span(sequence).start

@@ -23,7 +23,8 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 #: activations, logits of a chunk of rows and a cache of moderate length, roughly, beside the weights
 _WORKSPACE_BYTES = 1 << 30
 
-_PACKAGE_OF = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_3"}
+#: distributions, as environment.PACKAGES names them
+_PACKAGE_OF = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}
 
 #: how each knob is applied, in words
 _APPLIED = {

@@ -40,6 +40,7 @@ class TrainingEngine(Engine):
         evidence = {"calls": dict(self._attention_calls), "config": self.model.config._attn_implementation}
         return {
             "batch.size": self._batch_size(),
+            "training.compute_dtype": self._compute_dtype(),
             "training.attention_backend": Observation(ran[0] if len(ran) == 1 else None, evidence),
             "logp.backend": self._logp_backend(),
         }
