@@ -6,8 +6,8 @@ xd-score a side, which starts a new process for each runtime.
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,8 +17,17 @@ from conftest import ROOT, Tools
 from libxd import knobs
 
 ENGINES = ROOT / "tests" / "engines"
-sys.path.insert(0, str(ENGINES))
-import xd_test_engines  # noqa: E402
+
+
+def _plugin():
+    """The plugin's module. Its folder stays off sys.path: this process would take its runtimes for installed ones."""
+    spec = importlib.util.spec_from_file_location("xd_test_engines", ENGINES / "xd_test_engines.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+xd_test_engines = _plugin()
 
 #: knobs whose true value stands in the live objects before anything is scored
 SEEN_BEFORE = {
