@@ -25,7 +25,7 @@ from blake3 import blake3
 
 from libxd import canon, contract, identity, publish, tensors
 from libxd.actual import actual
-from libxd.difference import DEFINITION, DIRECTION, QUANTILES, Difference, Measurement, Spread, Tokens
+from libxd.difference import DEFINITION, DIRECTION, QUANTILES, Difference, Measurement, Tokens
 from libxd.errors import Status, XdError
 from libxd.rundir import SIDES, Attempt
 from libxd.scores import ScoreFile
@@ -35,7 +35,7 @@ TOKEN_DIFFS = "token_diffs.safetensors"
 OUTPUTS = ("actual.json", TOKEN_DIFFS, "comparison.json")
 INPUTS = ("identity.json", *(f"score_{side}.safetensors" for side in SIDES))
 _READ_BYTES = 1 << 22
-_THREADS = 3
+_THREADS = 3  # for digests, a first pass of statistics, and a second that waits for the first
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ def compare(attempt: Attempt) -> dict[str, Any]:
 
     with ThreadPoolExecutor(_THREADS) as pool:  # numpy and BLAKE3 let go of the interpreter lock
         tokens = pool.submit(Tokens, difference) if difference else None
-        spread = pool.submit(Spread, difference) if difference else None
         digests = {name: pool.submit(_digest, attempt, name) for name in INPUTS}
         scored = {side: pool.submit(scores[side].identity) for side in SIDES}
+        measuring = pool.submit(lambda: Measurement(difference, tokens.result())) if difference and tokens else None
         token_diffs = _write_token_diffs(attempt, records, threshold, difference, tokens)
-        measured = Measurement(difference, spread.result(), tokens.result()) if difference else None
+        measured = measuring.result() if measuring else None
         inputs = {name: found.result() for name, found in digests.items()}
         facts = {side: found.result() for side, found in scored.items()}
     violations = identity.violations(records.identity, records.readbacks, facts, records.materialized["strict"])

@@ -89,10 +89,13 @@ class KullbackLeibler:
 
 
 def tree_sum(values: np.ndarray) -> float:
-    """The float64 sum of values [N], halves added to halves: the order is fixed by N alone. Overwrites nothing."""
+    """The float64 sum of values [N], halves added to halves: the order is fixed by N alone. Overwrites `values`."""
     size = 1 << max(values.size - 1, 0).bit_length()
-    work = np.zeros(size, np.float64)
-    work[: values.size] = values
+    if size == values.size:
+        work = values
+    else:
+        work = np.zeros(size, np.float64)
+        work[: values.size] = values
     while size > 1:
         size //= 2
         work[:size] += work[size : 2 * size]
@@ -100,7 +103,8 @@ def tree_sum(values: np.ndarray) -> float:
 
 
 _SERIES_BOUND = 0.5
-_SERIES = [1 / math.factorial(k) for k in range(2, 17)]  # the term left out is below 2^-60 of the sum for |x| <= 0.5
+#: up to which |x| the Taylor series may end at which power of x: what is left out is below 2^-44 of the sum
+_DEGREES = ((0.125, 9), (_SERIES_BOUND, 13))
 _HALVINGS = 11  # brings |x| up to 1024, beyond which exp over- or underflows, to 0.5
 
 
@@ -123,10 +127,12 @@ def expm1_minus(x: np.ndarray) -> np.ndarray:
 
 
 def _series(x: np.ndarray) -> np.ndarray:
-    total = np.full_like(x, _SERIES[-1])
-    for coefficient in reversed(_SERIES[:-1]):
+    largest = float(np.abs(x).max()) if x.size else 0.0
+    degree = next((degree for bound, degree in _DEGREES if largest <= bound), _DEGREES[-1][1])
+    total = np.full_like(x, 1 / math.factorial(degree))
+    for k in range(degree - 1, 1, -1):
         total *= x
-        total += coefficient
+        total += 1 / math.factorial(k)
     total *= x
     total *= x
     return total

@@ -58,35 +58,13 @@ class Difference:
         with np.errstate(invalid="ignore"):
             return np.abs(differences) > self.threshold
 
-    def of_active(self, where: slice) -> np.ndarray:
-        """training - rollout of the active tokens: float32 [A]."""
-        return self.all(where)[np.flatnonzero(self.active(where))]
-
-
-class Spread:
-    """Means and quantiles of the active differences in nats: two passes over a `Difference`. None where undefined."""
-
-    def __init__(self, difference: Difference) -> None:
-        distribution = Distribution()
-        for where in difference.places():
-            distribution.add(difference.of_active(where))
-        selection = distribution.select(list(QUANTILES.values()))
-        if distribution.finite:
-            for where in difference.places():
-                selection.add(difference.of_active(where))
-        self.count = distribution.count
-        self.finite = distribution.finite
-        self.mean_signed = distribution.mean_signed()
-        self.mean_absolute = distribution.mean_absolute()
-        self.max_absolute = distribution.maximum_absolute()
-        self.quantiles = dict(zip(QUANTILES, selection.result(), strict=True))
-
 
 class Tokens:
-    """What is counted and summed token by token: one pass over a `Difference`.
+    """What one pass over a `Difference` gives: counts and sums of all kinds.
 
-    counts: as in comparison.json. sequence_*: of the active tokens of each sequence, [B]: sums in float64, by numpy's
-    pairwise summation inside a block and then block by block. first_nonfinite: by side, a flat index.
+    counts: as in comparison.json. distribution: of the active differences. sequence_*: of the active tokens of each
+    sequence, [B]: sums in float64, by numpy's pairwise summation inside a block and then block by block.
+    first_nonfinite: by side, a flat index.
     """
 
     def __init__(self, difference: Difference) -> None:
@@ -100,6 +78,7 @@ class Tokens:
         )
         self.counts["tokens"] = difference.tokens
         self.first_nonfinite: dict[str, int | None] = dict.fromkeys(SIDES)
+        self.distribution = Distribution()
         self.kl = diagnostics.KullbackLeibler()
         self.extremes = diagnostics.Extremes()
         self.grids = {side: diagnostics.ValueGrid() for side in SIDES}
@@ -114,6 +93,7 @@ class Tokens:
         self.counts["active"] += active.size
         self.counts["mismatches"] += int(np.count_nonzero(mismatch))
         self.counts["bitwise_equal"] += int(np.count_nonzero(rollout.view(np.uint32) == training.view(np.uint32)))
+        self.distribution.add(differences)
         self._add_to_sequences(where, active, differences.astype(np.float64))
         finite = True
         for side, values in (("rollout", rollout), ("training", training)):
@@ -143,14 +123,24 @@ class Tokens:
             self.sequence_sum_absolute[first + some] += np.add.reduceat(np.abs(differences), edges[some])
 
 
+def quantiles(difference: Difference, distribution: Distribution) -> dict[str, float | None]:
+    """The quantiles of |active difference| in nats: a second pass, after that of `Tokens`."""
+    selection = distribution.select(list(QUANTILES.values()))
+    if distribution.finite:
+        for where in difference.places():
+            selection.add(difference.all(where)[np.flatnonzero(difference.active(where))])
+    return dict(zip(QUANTILES, selection.result(), strict=True))
+
+
 class Measurement:
     """What is reported of a `Difference`, in the terms of comparison.json; null where undefined."""
 
-    def __init__(self, difference: Difference, spread: Spread, tokens: Tokens) -> None:
+    def __init__(self, difference: Difference, tokens: Tokens) -> None:
         self.difference = difference
-        self.spread = spread
         self.tokens = tokens
         self.counts = tokens.counts
+        self._distribution = tokens.distribution
+        self._quantiles = quantiles(difference, tokens.distribution)
 
     def ratio(self, count: str) -> float | None:
         """A count over the active tokens; None without any."""
@@ -160,16 +150,16 @@ class Measurement:
         """Means and quantiles of the active differences in nats."""
         return {
             "definition": DEFINITION,
-            "mean_signed": self.spread.mean_signed,
-            "mean_absolute": self.spread.mean_absolute,
-            **self.spread.quantiles,
-            "max_absolute": self.spread.max_absolute,
+            "mean_signed": self._distribution.mean_signed(),
+            "mean_absolute": self._distribution.mean_absolute(),
+            **self._quantiles,
+            "max_absolute": self._distribution.maximum_absolute(),
         }
 
     def kl(self) -> dict[str, Any]:
         """The estimators k1, k2, k3 in nats a token."""
-        count = self.spread.count if self.spread.finite else 0
-        mean = self.spread.mean_signed
+        count = self._distribution.count if self._distribution.finite else 0
+        mean = self._distribution.mean_signed()
         return {
             "direction": DIRECTION,
             "k1": None if mean is None else 0.0 - mean,
@@ -196,7 +186,7 @@ class Measurement:
         return diagnostics.locate(index, self.difference.rollout.cu_seqlens)
 
     def _place(self, index: int | None) -> dict[str, Any] | None:
-        if index is None or not self.spread.finite:
+        if index is None or not self._distribution.finite:
             return None
         sequence, position = self.where(index)
         rollout, training = self.difference.rollout, self.difference.training

@@ -100,7 +100,8 @@ def test_undefined_kl_is_none() -> None:
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 1000, 4096])
 def test_the_tree_adds_everything_once(size: int) -> None:
     values = RANDOM.integers(-1000, 1000, size).astype(np.float64)
-    assert diagnostics.tree_sum(values) == values.sum()
+    expected = values.sum()  # of whole numbers: exact in any order
+    assert diagnostics.tree_sum(values) == expected
 
 
 def test_extremes_over_blocks() -> None:
