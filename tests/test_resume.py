@@ -1,0 +1,161 @@
+"""Which attempts answer a row: sealed, untampered, measured with what it would be measured with now. No engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from comparison_fixtures import floats, refused, rewrite_json, scored
+from materialize_fixtures import environments, policy
+
+from libxd import comparison, materialize, resume, seal
+from libxd.rundir import PAYLOADS, Attempt, RunDirectory
+
+
+def sealed(root: Path, rollout: np.ndarray | None = None, **facts: Any) -> Attempt:
+    """One more attempt at the case, judged and sealed."""
+    same = floats(-1, -2, -3)
+    attempt = scored(root, same if rollout is None else rollout, same, **facts)
+    comparison.compare(attempt)
+    seal.seal(attempt)
+    return attempt
+
+
+def now(row: dict[str, Any], **rollout_environment: Any) -> dict[str, Any]:
+    """What the row materialises to, here and now."""
+    return materialize.materialized(row, policy(), environments(**rollout_environment))
+
+
+def outcome(root: Path, row: dict[str, Any], plan: dict[str, Any] | None) -> resume.Outcome:
+    return resume.outcome(row, RunDirectory(root, "test"), plan)
+
+
+def answer(root: Path, row: dict[str, Any], plan: dict[str, Any] | None) -> tuple[str, str | None]:
+    found = outcome(root, row, plan)
+    return found.state, found.attempt and found.attempt.attempt_id
+
+
+def test_a_sealed_attempt_answers_its_row(tmp_path):
+    row = sealed(tmp_path).requested()
+    assert answer(tmp_path, row, now(row)) == ("answered", "a0001")
+
+
+def test_nothing_answers_a_row_of_which_there_is_nothing(tmp_path):
+    row = sealed(tmp_path / "other").requested()
+    assert answer(tmp_path, row, now(row)) == ("pending", None)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "active", "status", "state"),
+    [
+        (floats(-1, -2.5, -3), None, "MISMATCH", "answered"),
+        (None, np.zeros(3, bool), "ZERO_ACTIVE_TOKENS", "answered"),
+        (floats(-1, np.nan, -3), None, "INVALID_ARTIFACT", "pending"),
+    ],
+)
+def test_drift_is_an_answer_and_an_invalid_attempt_is_none(tmp_path, rollout, active, status, state):
+    attempt = sealed(tmp_path, rollout, active=active)
+    assert attempt.comparison()["status"] == status
+    row = attempt.requested()
+    assert outcome(tmp_path, row, now(row)).state == state
+
+
+def test_without_its_seal_an_attempt_is_no_answer(tmp_path):
+    attempt = scored(tmp_path, floats(-1), floats(-1))
+    comparison.compare(attempt)
+    row = attempt.requested()
+    assert answer(tmp_path, row, now(row)) == ("pending", None)
+    seal.seal(attempt)
+    assert answer(tmp_path, row, now(row)) == ("answered", "a0001")
+
+
+def test_an_attempt_measured_under_other_conditions_is_no_answer(tmp_path):
+    row = sealed(tmp_path).requested()
+    assert answer(tmp_path, row, now(row, python="3.13.0")) == ("pending", None)
+    assert answer(tmp_path, row, None) == ("answered", "a0001")  # what was measured, under whatever conditions
+
+
+@pytest.mark.parametrize("change", [{"repeat": 1}, {"strict_fallback": False}, {"submission": "rotated"}])
+def test_another_request_of_the_same_case_is_not_answered(tmp_path, change):
+    row = sealed(tmp_path).requested()
+    assert answer(tmp_path, row | change, None) == ("pending", None)
+
+
+@pytest.mark.parametrize("change", [{"locations": {}}, {"experiment_id": "test2"}, {"strategy": "pairwise"}])
+def test_what_does_not_say_what_is_measured_does_not_matter(tmp_path, change):
+    row = sealed(tmp_path).requested()
+    assert answer(tmp_path, row | change, None) == ("answered", "a0001")
+
+
+def test_the_newest_valid_attempt_counts_and_tampered_ones_are_named(tmp_path):
+    older, newer = sealed(tmp_path), sealed(tmp_path)
+    row = older.requested()
+    assert answer(tmp_path, row, now(row)) == ("answered", "a0002")
+    spoil(newer, "comparison.json")
+    found = outcome(tmp_path, row, now(row))
+    assert (found.state, found.attempt.attempt_id) == ("answered", "a0001")
+    assert [attempt.attempt_id for attempt, _ in found.passed_over] == ["a0002"]
+    spoil(older, "comparison.json")
+    assert answer(tmp_path, row, now(row)) == ("pending", None)
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_any_file_that_was_touched_makes_it_no_answer(tmp_path, name):
+    attempt = sealed(tmp_path)
+    row = attempt.requested()
+    plan = now(row)
+    spoil(attempt, name)
+    assert answer(tmp_path, row, plan) == ("pending", None)
+
+
+def spoil(attempt: Attempt, name: str) -> None:
+    with open(attempt.file(name), "ab") as file:
+        file.write(b" ")
+
+
+def test_a_key_that_is_not_that_of_its_content_is_no_answer(tmp_path):
+    """Made of a piece, and sealed: only the key gives away that something else was materialised."""
+    attempt = scored(tmp_path, floats(-1), floats(-1))
+    row = attempt.requested()
+    plan = now(row)
+    forged = attempt.materialized()
+    forged["sides"]["rollout"]["environment"]["python"] = "3.13.0"
+    rewrite_json(attempt, "materialized.json", sides=forged["sides"])
+    comparison.compare(attempt)
+    seal.seal(attempt)
+    assert attempt.materialized()["execution_key"] == plan["execution_key"]
+    found = outcome(tmp_path, row, plan)
+    assert (found.state, len(found.passed_over)) == ("pending", 1)
+
+
+def test_a_partial_or_malformed_attempt_is_passed_over(tmp_path):
+    row = sealed(tmp_path).requested()
+    run = RunDirectory(tmp_path, "test")
+    run.new_attempt(row["case_id"])
+    run.new_attempt(row["case_id"]).file("materialized.json").write_text("{")
+    assert answer(tmp_path, row, now(row)) == ("answered", "a0001")
+
+
+def test_a_row_that_was_refused_under_the_same_conditions_is_withheld(tmp_path):
+    attempt = refused(tmp_path, ("rollout.enforce_eager", False), "has no graphs")
+    row, plan = attempt.requested(), attempt.materialized()
+    assert answer(tmp_path, row, plan) == ("refused", "a0001")
+    assert answer(tmp_path, row, now(row)) == ("pending", None)  # other conditions may not refuse it
+
+
+def test_a_refusal_at_read_back_withholds_too(tmp_path):
+    attempt = scored(tmp_path, floats(-1), floats(-1))
+    row = attempt.requested()
+    assert answer(tmp_path, row, now(row)) == ("pending", None)
+    rewrite_json(attempt, "readback_rollout.json", status="refused")
+    assert answer(tmp_path, row, now(row)) == ("refused", "a0001")
+
+
+def test_an_answer_outweighs_a_refusal(tmp_path):
+    sealed(tmp_path)
+    attempt = scored(tmp_path, floats(-1, -2, -3), floats(-1, -2, -3))
+    rewrite_json(attempt, "readback_rollout.json", status="refused")
+    row = attempt.requested()
+    assert answer(tmp_path, row, now(row)) == ("answered", "a0001")
