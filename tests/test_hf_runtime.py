@@ -86,7 +86,8 @@ def test_every_knob_of_a_side_has_a_record_and_the_baseline_is_applied(side):
                       "packages": {"flash-attn": "2.8"}}),
         ("training", {"training__compute_dtype": "float16"}),
         ("training", {"logp__backend": "xd.reference_logp"}),
-        ("rollout", {"rollout__enforce_eager": False, "lacks": ("compiler",), "device": "cuda", "cuda": GPU}),
+        ("rollout", {"rollout__enforce_eager": False, "lacks": ("compiler",), "device": "cuda", "cuda": GPU,
+                     "packages": {"triton": "3.6"}}),
     ],
 )  # fmt: skip
 def test_what_can_be_done_is_applied(side, changes):
@@ -116,6 +117,7 @@ def test_what_can_be_done_is_applied(side, changes):
         ("training", {"training__attention_backend": "flash_attention_3", "device": "cuda", "cuda": GPU},
          "flash-attn-3"),
         ("training", {"training__attention_backend": "flex_attention", "lacks": ("compiler",)}, "C++ compiler"),
+        ("rollout", {"rollout__enforce_eager": False, "lacks": ("triton",), "device": "cuda", "cuda": GPU}, "triton"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_unsupported_with_the_reason(side, changes, reason):

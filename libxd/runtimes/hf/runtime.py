@@ -169,9 +169,7 @@ class _Machine:
             return None
         if self._rollout_mode == "prefill":
             return "decoding steps are what is compiled, and rollout mode prefill has none"
-        if self._device == "cuda" or self._compiler:
-            return None
-        return "the compiled path needs a C++ compiler, and none is on the path"
+        return self._cannot_compile("the compiled path")
 
     def attention(self, backend: str) -> str | None:
         package = _PACKAGE_OF.get(backend)
@@ -179,9 +177,13 @@ class _Machine:
             return f"{backend} runs on CUDA alone, not on the {self._device.upper()}"
         if package and package not in self._packages:
             return f"{backend} needs the package {package}, which is not installed"
-        if backend == "flex_attention" and self._device == "cpu":
-            return None if self._compiler else "flex_attention needs a C++ compiler, and none is on the path"
-        return None
+        return self._cannot_compile(backend) if backend == "flex_attention" else None
+
+    def _cannot_compile(self, what: str) -> str | None:
+        """torch.compile writes C++ for the CPU and Triton kernels for CUDA."""
+        if self._device == "cuda":
+            return None if "triton" in self._packages else f"{what} needs the package triton, which is not installed"
+        return None if self._compiler else f"{what} needs a C++ compiler, and none is on the path"
 
 
 _OBJECTIONS: dict[str, Callable[[_Machine, Any], str | None]] = {
