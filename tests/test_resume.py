@@ -145,17 +145,23 @@ def test_a_row_that_was_refused_under_the_same_conditions_is_withheld(tmp_path):
     assert answer(tmp_path, row, now(row)) == ("pending", None)  # other conditions may not refuse it
 
 
+def refuse_at_readback(attempt: Attempt) -> None:
+    reason = {"stage": "settings", "knob": "rollout.dtype", "expected": "float32", "observed": "float16", "reason": "no"}
+    rewrite_json(attempt, "readback_rollout.json", status="refused", refusals=[reason])
+
+
 def test_a_refusal_at_read_back_withholds_too(tmp_path):
     attempt = scored(tmp_path, floats(-1), floats(-1))
     row = attempt.requested()
     assert answer(tmp_path, row, now(row)) == ("pending", None)
-    rewrite_json(attempt, "readback_rollout.json", status="refused")
+    refuse_at_readback(attempt)
     assert answer(tmp_path, row, now(row)) == ("refused", "a0001")
 
 
 def test_an_answer_outweighs_a_refusal(tmp_path):
     sealed(tmp_path)
     attempt = scored(tmp_path, floats(-1, -2, -3), floats(-1, -2, -3))
-    rewrite_json(attempt, "readback_rollout.json", status="refused")
+    refuse_at_readback(attempt)
     row = attempt.requested()
-    assert answer(tmp_path, row, now(row)) == ("answered", "a0001")
+    found = outcome(tmp_path, row, now(row))
+    assert (found.state, found.attempt.attempt_id, found.passed_over) == ("answered", "a0001", ())
