@@ -146,7 +146,8 @@ def test_a_row_that_was_refused_under_the_same_conditions_is_withheld(tmp_path):
 
 
 def refuse_at_readback(attempt: Attempt) -> None:
-    reason = {"stage": "settings", "knob": "rollout.dtype", "expected": "float32", "observed": "float16", "reason": "no"}
+    reason = {"stage": "settings", "knob": "rollout.dtype", "expected": "float32", "observed": "float16",
+              "reason": "no"}  # fmt: skip
     rewrite_json(attempt, "readback_rollout.json", status="refused", refusals=[reason])
 
 
