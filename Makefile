@@ -105,6 +105,10 @@ lint: setup ## ruff and shellcheck
 docs: setup ## write docs/tools/*.md anew from --help
 	python -P dev/make_docs.py
 
+.PHONY: prove
+prove: setup ## break every rule of docs/contract.md in turn and see its test fail
+	python -P dev/break_rules.py
+
 .PHONY: bench
 bench: setup ## speed and memory as ratios within one run, met or not
 	python -P dev/bench.py

@@ -184,6 +184,18 @@ def test_both_sides_of_another_length_disagree_with_the_frozen_tokens(tmp_path: 
     assert len(found["artifact_problems"]) == 2
 
 
+def test_both_sides_may_agree_on_another_length_and_still_be_invalid(tmp_path: Path) -> None:
+    """Each file is sound and equal to the other: what they hold is not as long as the frozen tokens."""
+    attempt = scored(tmp_path, floats(-1, -2, -3), floats(-1, -2, -3))
+    ids, active = np.arange(2, dtype=np.int32), np.ones(2, bool)
+    for side in ("rollout", "training"):
+        rewrite_score(attempt, side, logprobs=floats(-1, -2), token_ids=ids, active_mask=active,
+                      cu_seqlens=np.array([0, 2]))  # fmt: skip
+    found = comparison.compare(attempt)
+    assert found["status"] == "INVALID_ARTIFACT"
+    assert {problem["code"] for problem in found["artifact_problems"]} == {"shape"}
+
+
 # -- identity
 
 
