@@ -11,8 +11,11 @@ from pathlib import Path
 
 import click
 import pytest
+from comparison_fixtures import floats, rewrite_json, score_path, scored
 
+from libxd import comparison, tensors
 from libxd.cmd import TOOLS
+from libxd.tensors import TensorFile
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -114,3 +117,24 @@ def test_rules_that_are_broken_stand_in_the_contract_table():
         or (ROOT / rule["file"]).read_text().count(rule["old"]) != 1
     ]
     assert astray == []
+
+
+def test_the_scorer_of_the_format_page_writes_what_is_compared(tmp_path):
+    """The example for people who replace a stage, as it stands on the page, in the place of the training side."""
+    page = (ROOT / "docs" / "formats.md").read_text()
+    namespace: dict = {}
+    exec(re.search(r"^```python\n(.*?)^```$", page, re.M | re.S)[1], namespace)
+    same = floats(-1, -2, -3)
+    attempt = scored(tmp_path, same, same, lengths=(2, 1))
+    score_path(attempt, "training").unlink()
+    sequences = tmp_path / "sequences.safetensors"
+    with TensorFile(score_path(attempt, "rollout")) as frozen:
+        tensors.write(sequences, {name: frozen.array(name) for name in ("cu_seqlens", "token_ids", "active_mask")}, {})
+    locations = {"checkpoint": None, "tokenizer": None, "sequences": str(sequences)}
+    rewrite_json(attempt, "requested.json", locations=locations)
+    observed = attempt.readback("training")["observed"]
+    dtypes = {"parameters": "float32", "logits": "float32"}
+    namespace["write_scores"](attempt.path, "training", same, observed, dtypes)
+    assert comparison.compare(attempt)["status"] == "PASS"
+    with pytest.raises(FileExistsError):
+        namespace["write_scores"](attempt.path, "training", same, observed, dtypes)
