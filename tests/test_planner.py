@@ -132,6 +132,7 @@ OPTIONS = {"backend": "native", "options": {"a": 1}}
         ("/contract_source", "bitwise"),
         ("/identity/checkpoint/synthetic/seed", 8),
         ("/identity/tokenizer/id", "other"),
+        ("/identity/tokenizer/policy", "plain"),
         ("/identity/sequences/digest", "1" * 64),
         ("/identity/semantics/temperature", 0.7),
         ("/identity/rollout_mode", "prefill"),

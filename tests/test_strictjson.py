@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -61,10 +62,16 @@ def test_pointers_are_escaped():
 def test_a_file_over_the_cap_is_not_read_further(tmp_path):
     path = tmp_path / "big.json"
     with open(path, "wb") as file:
-        file.truncate(1 << 34)  # sparse: 16 GiB that must not be read
-    with pytest.raises(XdError) as caught:
-        strictjson.load(path, max_bytes=1 << 20)
+        file.truncate(1 << 26)  # sparse: 64 MiB that must not be read
+    tracemalloc.start()
+    try:
+        with pytest.raises(XdError) as caught:
+            strictjson.load(path, max_bytes=1 << 20)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
     assert caught.value.code == "too-large"
+    assert peak_bytes < 1 << 22
 
 
 def test_a_missing_file_a_directory_and_a_pipe(tmp_path):
