@@ -138,3 +138,15 @@ def test_the_scorer_of_the_format_page_writes_what_is_compared(tmp_path):
     assert comparison.compare(attempt)["status"] == "PASS"
     with pytest.raises(FileExistsError):
         namespace["write_scores"](attempt.path, "training", same, observed, dtypes)
+
+
+def test_the_rooms_of_the_design_are_those_of_the_code():
+    page = (ROOT / "docs" / "design.md").read_text()
+    tree = page[page.index("## 1.") : page.index("Who may import whom")]
+    named = set(re.findall(r"\b(\w+)\.py\b", tree))
+    modules = {path for path in (ROOT / "libxd").rglob("*.py") if not path.name.startswith("__")}
+    modules |= set((ROOT / "kernels").rglob("[a-z]*.py"))
+    inside = {"cmd", "cpu_smoke", "hf"}  # folders that the page names as a whole
+    assert {path.stem for path in modules if path.parent.name not in inside} == named
+    folders = {path.name for path in (ROOT / "libxd").rglob("*") if (path / "__init__.py").exists()}
+    assert {folder for folder in folders if f"{folder}/" not in tree} == set()
