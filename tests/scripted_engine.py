@@ -129,6 +129,9 @@ class ScriptedEngine:
     def parameters(self):
         yield from self.held
 
+    def buffers(self):
+        yield from ()
+
     def score(self, sequences, request) -> Scores:
         import numpy as np
 

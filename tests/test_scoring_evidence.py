@@ -134,6 +134,38 @@ def test_what_changed_between_two_snapshots():
     assert snapshot().changed(snapshot(parameters={"a": "1"})) == {"b": None}
 
 
+def test_a_buffer_that_changed_counts_like_a_parameter():
+    """A module of torch that carries a table beside its weights; an entry of it changes between two looks."""
+    torch = pytest.importorskip("torch")
+
+    from libxd.runtimes import live
+
+    class Holder:
+        def __init__(self):
+            self.model = torch.nn.Linear(2, 2)
+            self.model.register_buffer("table", torch.arange(3), persistent=False)
+            self.model.register_buffer("scale", torch.tensor(1.0))
+
+        def state(self):
+            return live.state(self.model)
+
+        def parameters(self):
+            return ((name, "float32", tuple(p.shape), live.raw_bytes(p)) for name, p in self.model.named_parameters())
+
+        def buffers(self):
+            return live.buffers(self.model)
+
+    engine = Holder()
+    before = Snapshot.take(engine)
+    assert before.buffers.keys() == {"table", "scale"}
+    assert before == Snapshot.take(engine)
+    engine.model.table[1] += 1
+    after = Snapshot.take(engine)
+    assert before.weights == after.weights
+    assert before.changed(after) == {"table": after.buffers["table"]}
+    assert before != after
+
+
 @pytest.mark.parametrize(
     ("before", "after", "expected", "state"),
     [

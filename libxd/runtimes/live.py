@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +21,13 @@ def raw_bytes(tensor: Tensor) -> bytes:
     """A tensor's elements as little-endian bytes, from whatever device holds them."""
     width = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
     return tensor.detach().cpu().contiguous().view(width).numpy().astype(f"<i{tensor.element_size()}").tobytes()
+
+
+def buffers(model: nn.Module) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
+    """A module's buffers, those that no checkpoint holds among them: name, dtype name, shape, raw bytes."""
+    for name, tensor in model.named_buffers():
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        yield name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw
 
 
 def state(model: nn.Module) -> dict[str, Any]:

@@ -143,6 +143,9 @@ class Engine(Protocol):
     def parameters(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
         """The weights held now: Hugging Face name, dtype name, shape, raw little-endian bytes."""
 
+    def buffers(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
+        """What else the model holds between calls and no checkpoint pins, in the same form; the KV cache is none."""
+
     def score(self, sequences: Sequences, request: Request) -> Scores:
         """The logprobs of the frozen tokens; nothing is generated, nothing of the model changes."""
 

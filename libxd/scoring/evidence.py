@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from libxd import canon, checkpoint
@@ -23,12 +23,17 @@ UNSEEN: dict[str, Any] = dict.fromkeys((
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The model at one moment: a digest a parameter (by Hugging Face name), their dtypes, mode, optimizer."""
+    """The model at one moment: a digest a parameter (by Hugging Face name), their dtypes, mode, optimizer.
+
+    buffers: digests of what else the model holds (a table of rotary frequencies). The checkpoint does not pin them, but
+    scoring must leave them as they were, too.
+    """
 
     parameters: dict[str, str]
     dtype: str
     mode: str
     optimizer: bool
+    buffers: dict[str, str] = field(default_factory=dict)
 
     @property
     def weights(self) -> str:
@@ -37,22 +42,21 @@ class Snapshot:
 
     @classmethod
     def take(cls, engine: Engine) -> Snapshot:
-        """Digest every weight the engine holds now. Several dtypes are named joined by "+"."""
+        """Digest every weight and buffer the engine holds now. Several dtypes of weights are named joined by "+"."""
         digests, dtypes = {}, set()
         for name, dtype, shape, raw in engine.parameters():
             digests[name] = checkpoint.parameter_digest(dtype, shape, [raw])
             dtypes.add(dtype)
         state = engine.state()
-        return cls(digests, "+".join(sorted(dtypes)), state["mode"], bool(state["optimizer"]))
+        buffers = {
+            name: checkpoint.parameter_digest(dtype, shape, [raw]) for name, dtype, shape, raw in engine.buffers()
+        }
+        return cls(digests, "+".join(sorted(dtypes)), state["mode"], bool(state["optimizer"]), buffers)
 
     def changed(self, after: Snapshot) -> dict[str, str | None]:
-        """Parameters with another digest afterwards, or new then; None for one that is gone."""
-        names = self.parameters.keys() | after.parameters.keys()
-        return {
-            name: after.parameters.get(name)
-            for name in sorted(names)
-            if self.parameters.get(name) != after.parameters.get(name)
-        }
+        """Parameters and buffers with another digest afterwards, or new then; None for one that is gone."""
+        held, left = {**self.buffers, **self.parameters}, {**after.buffers, **after.parameters}
+        return {name: left.get(name) for name in sorted(held.keys() | left.keys()) if held.get(name) != left.get(name)}
 
 
 def observed_identity(

@@ -55,6 +55,9 @@ class Engine(ABC):
         for name, tensor in self.model.store.full():
             yield name, live.DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), live.raw_bytes(tensor)
 
+    def buffers(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
+        return live.buffers(self.model)
+
     def score(self, sequences: Sequences, request: Request) -> Scores:
         """logprobs float32 [T] in nats of every token this side can see a prediction for; quiet NaN elsewhere."""
         self._forget_run()

@@ -71,6 +71,9 @@ class Engine(ABC):
         for name, tensor in self.model.named_parameters():  # a tied weight comes once, as in the checkpoint
             yield name, live.DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), live.raw_bytes(tensor)
 
+    def buffers(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
+        return live.buffers(self.model)
+
     def score(self, sequences: Sequences, request: Request) -> Scores:
         """Logprobs float32 [T] in nats of every token behind the prompt; quiet NaN elsewhere."""
         self._forget_run()
