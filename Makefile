@@ -92,8 +92,9 @@ sequences/%.safetensors: | $(VENV)/.ready $(MODEL)/model.safetensors
 ##@ Checks
 
 .PHONY: test
-test: setup $(MODEL)/model.safetensors ## pytest and bats
+test: setup $(MODEL)/model.safetensors ## pytest, the kernels' tests under Triton's interpreter, bats
 	$(VENV)/bin/pytest -q
+	TRITON_INTERPRET=1 $(VENV)/bin/pytest -q tests/kernels
 	bats tests
 
 .PHONY: lint
