@@ -24,7 +24,11 @@ _NOT_REQUESTED = ("locations", "experiment_id", "strategy")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the run directory holds for one row."""
+    """What the run directory holds for one row.
+
+    attempt: the one that answers it, or was refused; of a pending row the newest that was begun under the same
+    conditions and is no answer: sealed with an INVALID_* verdict, or unfinished. None when there is no such attempt.
+    """
 
     state: Literal["answered", "refused", "pending"]
     attempt: Attempt | None
@@ -38,7 +42,7 @@ def outcome(row: dict[str, Any], run: RunDirectory, materialized: dict[str, Any]
     was measured, wherever that was).
     """
     passed_over: list[tuple[Attempt, str]] = []
-    refused: Attempt | None = None
+    newest: dict[str, Attempt] = {}  # state -> the newest attempt in it
     for attempt in run.attempts(row["case_id"]):
         try:
             state = _state(attempt, row, materialized)
@@ -47,29 +51,30 @@ def outcome(row: dict[str, Any], run: RunDirectory, materialized: dict[str, Any]
             continue
         if state == "answered":
             return Outcome("answered", attempt, tuple(passed_over))
-        if state == "refused":
-            refused = refused or attempt
-    return Outcome("refused" if refused else "pending", refused, tuple(passed_over))
+        newest.setdefault(state, attempt)
+    if "refused" in newest:
+        return Outcome("refused", newest["refused"], tuple(passed_over))
+    return Outcome("pending", newest.get("begun"), tuple(passed_over))
 
 
 def _state(attempt: Attempt, row: dict[str, Any], materialized: dict[str, Any] | None) -> str:
-    """ "answered", "refused" or "other"; XdError for an attempt that cannot be trusted."""
-    if not attempt.has("materialized.json"):
-        return "other"  # somebody is at work, or was killed
-    if not _same_request(attempt.requested(), row):
+    """ "answered", "refused", "begun" or "other"; XdError for an attempt that cannot be trusted."""
+    if not attempt.has("requested.json") or not _same_request(attempt.requested(), row):
         return "other"
+    if not attempt.has("materialized.json"):
+        return "begun"  # somebody is at work, or was killed
     found = attempt.materialized()
     if materialized is not None and found["execution_key"] != materialized["execution_key"]:
         return "other"
     if not attempt.has(SEAL):
-        return "refused" if _refused(attempt, found) else "other"
+        return "refused" if _refused(attempt, found) else "begun"
     problems = seal.verify(attempt)
     if problems:
         raise XdError(f"sealed, but {problems[0]}", code="tampered", where=str(attempt))
     if materialize.execution_key(found) != found["execution_key"]:
         raise XdError("sealed under an execution key that is not its own", code="tampered", where=str(attempt))
     status = attempt.comparison()["status"]
-    return "answered" if status in ANSWERS else "other"
+    return "answered" if status in ANSWERS else "begun"
 
 
 def _same_request(requested: dict[str, Any], row: dict[str, Any]) -> bool:

@@ -1,9 +1,12 @@
-"""The verdict table: what each case's change did, from attempts judged, refused or left off. Nothing is re-judged."""
+"""The verdict table: what each case's change did, from attempts judged, refused or left off. Nothing is re-judged.
+
+With a plan beside the attempts, each of its rows is in the table: one without an attempt is "missing".
+"""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -25,9 +28,12 @@ CLAIMS = {
 
 @dataclass
 class Row:
-    """One attempt. verdict: a status of comparison.json, or "unsupported", "refused", "incomplete" with a reason."""
+    """One attempt, or a plan's row without one.
 
-    attempt: Attempt
+    verdict: a status of comparison.json, or "unsupported", "refused", "incomplete", "missing" with a reason.
+    """
+
+    attempt: Attempt | None
     requested: dict[str, Any]
     verdict: str
     reason: str = ""
@@ -77,6 +83,24 @@ def read(attempt: Attempt) -> Row:
     return Row(attempt, requested, comparison["status"], "; ".join(trouble[:3]) + more, comparison)
 
 
+def planned(rows: list[Row], plan: Iterable[dict[str, Any]]) -> list[Row]:
+    """`rows` in the order of a plan, and among them a "missing" one for each row of the plan that has no attempt.
+
+    plan: rows as `planner.read_row` gives them. What is in no plan keeps its order, at the end.
+    """
+
+    def key(requested: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(requested[name] for name in ("experiment_id", "case_id", "repeat", "submission"))
+
+    left: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        left.setdefault(key(row.requested), []).append(row)
+    out: list[Row] = []
+    for requested in plan:
+        out += left.pop(key(requested), None) or [Row(None, requested, "missing", "the plan's row has no attempt")]
+    return out + [row for members in left.values() for row in members]
+
+
 def tables(rows: list[Row]) -> list[Table]:
     """Rows by experiment and contract, each with its effects against the group's baseline and its noise floor."""
     groups: dict[bytes, list[Row]] = {}
@@ -107,6 +131,7 @@ def _with_effects(rows: list[Row]) -> Table:
 
 
 def _effects(row: Row, baseline: Row) -> dict[str, SideEffect]:
+    assert row.attempt is not None and baseline.attempt is not None  # only what was judged has effects
     try:
         return {side: side_effect(row.attempt, baseline.attempt, side) for side in row.sides}
     except XdError as error:
@@ -157,7 +182,7 @@ def lines(table: Table, style: Callable[[str, str], str] = lambda text, what: te
 def _title(table: Table) -> list[str]:
     first = table.rows[0].requested
     bound = first["contract"]
-    threshold = contract.from_row(bound, str(table.rows[0].attempt)).threshold(bound["dtype"])
+    threshold = contract.from_row(bound, str(table.rows[0].attempt or first["case_id"])).threshold(bound["dtype"])
     level = first["scenario"]["level"]
     title = (
         f"{first['experiment_id']} ({first['scenario_id']}): contract {bound['source']} version {bound['version']}, "
@@ -190,7 +215,7 @@ def _cells(row: Row, name: str, notes: list[str]) -> list[tuple[str, ...]]:
 def _name(row: Row, rows: list[Row]) -> str:
     """What changed, with the attempt's id where the table holds several attempts at the same thing."""
     twice = sum(other.changed == row.changed for other in rows) > 1
-    return f"{row.changed} {row.attempt.attempt_id}" if twice else row.changed
+    return f"{row.changed} {row.attempt.attempt_id}" if twice and row.attempt else row.changed
 
 
 def _legend(table: Table) -> list[str]:

@@ -62,11 +62,28 @@ def test_drift_is_an_answer_and_an_invalid_attempt_is_none(tmp_path, rollout, ac
     assert outcome(tmp_path, row, now(row)).state == state
 
 
+def test_a_pending_row_names_the_newest_attempt_of_now_that_is_no_answer(tmp_path):
+    """What went wrong is to be seen: an INVALID verdict, an attempt left off; not one of other conditions."""
+    invalid = sealed(tmp_path, floats(-1, np.nan, -3))
+    row = invalid.requested()
+    assert answer(tmp_path, row, now(row)) == ("pending", "a0001")
+    assert answer(tmp_path, row, now(row, python="3.13.0")) == ("pending", None)
+    assert answer(tmp_path, row | {"repeat": 1}, None) == ("pending", None)
+    RunDirectory(tmp_path, "test").new_attempt(row["case_id"])  # nobody can say whose
+    assert answer(tmp_path, row, now(row)) == ("pending", "a0001")
+    left_off = RunDirectory(tmp_path, "test").new_attempt(row["case_id"])
+    left_off.write_json("requested.json", row)
+    assert answer(tmp_path, row, now(row)) == ("pending", "a0003")
+    sealed(tmp_path)
+    sealed(tmp_path, floats(-1, np.nan, -3))
+    assert answer(tmp_path, row, now(row)) == ("answered", "a0004")
+
+
 def test_without_its_seal_an_attempt_is_no_answer(tmp_path):
     attempt = scored(tmp_path, floats(-1), floats(-1))
     comparison.compare(attempt)
     row = attempt.requested()
-    assert answer(tmp_path, row, now(row)) == ("pending", None)
+    assert answer(tmp_path, row, now(row)) == ("pending", "a0001")
     seal.seal(attempt)
     assert answer(tmp_path, row, now(row)) == ("answered", "a0001")
 
@@ -154,7 +171,7 @@ def refuse_at_readback(attempt: Attempt) -> None:
 def test_a_refusal_at_read_back_withholds_too(tmp_path):
     attempt = scored(tmp_path, floats(-1), floats(-1))
     row = attempt.requested()
-    assert answer(tmp_path, row, now(row)) == ("pending", None)
+    assert answer(tmp_path, row, now(row)) == ("pending", "a0001")
     refuse_at_readback(attempt)
     assert answer(tmp_path, row, now(row)) == ("refused", "a0001")
 

@@ -85,6 +85,27 @@ def test_an_attempt_that_was_left_off_is_incomplete(tmp_path: Path) -> None:
     assert any("incomplete" in line for line in text(found.attempt))
 
 
+def test_a_row_of_the_plan_without_an_attempt_is_missing(tmp_path: Path) -> None:
+    baseline = judged(tmp_path, BASE, BASE)
+    other = judged(tmp_path, BASE, BASE, change=("rollout.dtype", "float16"))
+    absent = judged(tmp_path / "elsewhere", BASE, BASE, change=("batch.size", 1)).requested()
+    plan = [baseline.requested(), absent, {**baseline.requested(), "repeat": 1}]
+    found = table.planned([table.read(attempt) for attempt in (other, baseline)], plan)
+    assert [(each.changed, each.verdict) for each in found] == [
+        ("baseline", "PASS"), ("batch.size=1", "missing"), ("baseline repeat 1", "missing"),
+        ("rollout.dtype=float16", "PASS"),
+    ]  # fmt: skip
+    lines = [line for each in table.tables(found) for line in table.lines(each)]
+    assert row(lines, "batch.size=1")[:2] == ["missing", "[1]"]
+    assert any(line.startswith("[1] the plan's row has no attempt") for line in lines)
+    assert table.planned([], []) == []
+
+
+def test_a_table_of_missing_rows_alone(tmp_path: Path) -> None:
+    (made,) = table.tables(table.planned([], [judged(tmp_path, BASE, BASE).requested()]))
+    assert row(table.lines(made), "baseline")[:2] == ["missing", "[1]"]
+
+
 def test_a_refusal_at_read_back_is_refused(tmp_path: Path) -> None:
     attempt = scored(tmp_path, BASE, BASE)
     reasons = [{"stage": "settings", "knob": "batch.size", "expected": 4, "observed": 1, "reason": "another value"}]
