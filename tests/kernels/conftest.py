@@ -31,6 +31,44 @@ def can_run() -> bool:
 collect_ignore_glob = [] if can_run() else ["test_*.py"]
 
 
+def _let_tensors_bound_loops() -> None:
+    """Triton 3.6's interpreter holds scalars as arrays of one element, which numpy 2.4 no longer turns into integers."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+def _let_dot_take_bfloat16() -> None:
+    """Triton 3.6's interpreter keeps bfloat16 as its bits in integers, and its dot multiplies those."""
+    import numpy as np
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def floats(operand):
+        if operand.dtype.scalar != tl.bfloat16:
+            return operand
+        wide = (operand.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(wide, tl.float32)
+
+    def patched(self, a, b, d, input_precision, max_num_imprecise_acc):
+        return dot(self, floats(a), floats(b), d, input_precision, max_num_imprecise_acc)
+
+    interpreter.InterpreterBuilder.create_dot = patched
+
+
+if INTERPRETED and can_run():
+    _let_tensors_bound_loops()
+    _let_dot_take_bfloat16()
+
+
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where the tests' tensors live: "cpu" under the interpreter, else "cuda"."""
