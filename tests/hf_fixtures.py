@@ -71,6 +71,16 @@ def only(given: Sequences, sequence: int) -> Sequences:
     )
 
 
+def joined(given: list[Sequences]) -> Sequences:
+    """Several sequences in this order."""
+    flat = ("token_ids", "active_mask", "attention_mask", "positions", "logprobs", "prompt_lens", "prompt_index")
+    lengths = [length for each in given for length in np.diff(each.cu_seqlens)]
+    return Sequences(
+        **{name: np.concatenate([getattr(each, name) for each in given]) for name in flat},
+        cu_seqlens=np.cumsum([0, *lengths], dtype=np.int64),
+    )
+
+
 def row(**changes: Any) -> dict[str, Any]:
     """A row over a checkpoint directory; a double underscore stands for the dot. `semantics`, `rollout_mode`,
     `device` and `synthetic` change what is no knob."""

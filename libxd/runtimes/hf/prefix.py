@@ -5,7 +5,8 @@ Shapes: a layer's keys and values [1, key-value heads, P, head_dim] of one promp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,25 +25,44 @@ class Prefix:
 
 
 class PrefixStore:
-    """Prefixes by what was fed for them: ids, positions, mask; lives as long as one scoring."""
+    """Prefixes by the digest of what was fed for them; each lives until the last sample of its submission took it.
+
+    stored: how many were put here since the submission began. most: how many were held at once.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[bytes, Prefix] = {}
+        self.expect(())
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._kept
+    def expect(self, keys: Iterable[str]) -> None:
+        """A submission begins in which these prompts will be asked for, each as often as it stands here."""
+        self._held: dict[str, Prefix] = {}
+        self._awaited = Counter(keys)
+        self.stored = self.most = 0
 
-    def __getitem__(self, key: bytes) -> Prefix:
-        return self._kept[key]
+    def __contains__(self, key: str) -> bool:
+        return key in self._held
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._held)
 
-    def keep(self, key: bytes, origin: int, cache: DynamicCache, hidden: Tensor) -> None:
-        self._kept[key] = Prefix(origin, [(layer.keys, layer.values) for layer in cache.layers], hidden)
+    def keep(self, key: str, origin: int, cache: DynamicCache, row: int, length: int, hidden: Tensor) -> None:
+        """Copy a row of a batch's cache, the last `length` columns of it, and its last hidden state of [M, H].
+
+        Copies, because a view would keep the whole batch. A sliding layer holds less than the prompt.
+        """
+        layers = [(_row(layer.keys, row, length), _row(layer.values, row, length)) for layer in cache.layers]
+        self._held[key] = Prefix(origin, layers, hidden[row : row + 1].clone())
+        self.stored += 1
+        self.most = max(self.most, len(self._held))
+
+    def take(self, key: str) -> Prefix:
+        """A prefix for one sample; the last one takes it away."""
+        self._awaited[key] -= 1
+        return self._held[key] if self._awaited[key] > 0 else self._held.pop(key)
 
     def clear(self) -> None:
-        self._kept.clear()
+        """Give up what a submission that broke off left; what was counted stays."""
+        self._held.clear()
 
     @staticmethod
     def batch(prefixes: Sequence[Prefix], width: int, config: Any) -> DynamicCache:
@@ -57,6 +77,10 @@ class PrefixStore:
             )
             cache.update(keys, values, index)
         return cache
+
+
+def _row(states: Tensor, row: int, length: int) -> Tensor:
+    return states[row : row + 1, :, max(0, states.shape[2] - length) :].clone()
 
 
 def _padded(states: Tensor, width: int) -> Tensor:

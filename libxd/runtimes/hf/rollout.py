@@ -1,10 +1,11 @@
 """The rollout side: prompts prefilled, then the frozen tokens decoded a token a step through the KV cache.
 
-Shapes: M rows still alive, P longest prompt of the batch (padded on the left), S columns of the cache so far.
+Shapes: M rows still alive, P longest prompt of the batch (padded on the left), H hidden size.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from libxd import canon
+from libxd.runtimes.hf import decoding
+from libxd.runtimes.hf.attention import AttentionCalls, explicit_masks
 from libxd.runtimes.hf.compiled import CountingBackend
-from libxd.runtimes.hf.engine import Engine, tensor
+from libxd.runtimes.hf.decoding import Prompt
+from libxd.runtimes.hf.engine import Engine
 from libxd.runtimes.hf.prefix import PrefixStore
-from libxd.runtimes.protocol import Observation, Request
+from libxd.runtimes.protocol import Observation, Request, Scores
 from libxd.scoring.observer import Observer, Row
 from libxd.sequences import Sequences
 
@@ -36,10 +41,10 @@ class RolloutEngine(Engine):
     def _forget_run(self) -> None:
         super()._forget_run()
         self._steps = 0
-        self._prompts: list[bytes] = []
-        self._prompts_computed = 0
+        self._prompts: list[str] = []
+        self._prefills: list[tuple[int, int]] = []
+        self._attention = AttentionCalls()
         self._backend.runs = 0
-        self._prefixes.clear()
 
     def settings(self) -> dict[str, Observation]:
         ranks, evidence = self._world()
@@ -49,8 +54,18 @@ class RolloutEngine(Engine):
             "rollout.context_parallel_size": Observation(evidence["process_group"], evidence),
         }
 
+    def score(self, sequences: Sequences, request: Request) -> Scores:
+        keys = [_digest(prompt_of(sequences, s)) for s in range(sequences.num_sequences)]
+        self._prefixes.expect(keys if self._share_prefixes else ())
+        try:
+            with explicit_masks():
+                return super().score(sequences, request)
+        finally:
+            self._prefixes.clear()
+
     def behaviour(self) -> dict[str, Observation]:
-        compiled = {"graphs": self._backend.graphs, "graph_runs": self._backend.runs, "decode_steps": self._steps}
+        compiled = {"graphs": self._backend.graphs, "graph_runs": self._backend.runs, "decode_steps": self._steps,
+                    "eager_attention": self._attention.evidence()}  # fmt: skip
         return {
             "batch.size": self._batch_size(),
             "rollout.dtype": self._compute_dtype(),
@@ -60,14 +75,22 @@ class RolloutEngine(Engine):
         }
 
     def _shared_prefixes(self) -> Observation:
-        """True: each distinct prompt was computed once and kept. False: each row's was, and none kept. Else None."""
-        prompts, distinct, computed = len(self._prompts), len(set(self._prompts)), self._prompts_computed
-        kept = len(self._prefixes)
-        evidence = {"prompts": prompts, "distinct": distinct, "computed": computed, "hits": prompts - computed,
-                    "kept": kept}  # fmt: skip
-        # with no two prompts equal both compute the same rows; what is kept for the next one still shows
-        if kept:
-            return Observation(True if computed == distinct else None, evidence)
+        """True: each distinct prompt was computed once, and kept for its samples. False: each row's, and none kept.
+
+        With no two prompts equal both compute the same rows; that they went through the store still shows.
+        """
+        prompts, distinct = len(self._prompts), len(set(self._prompts))
+        computed, stored = sum(rows for rows, _ in self._prefills), self._prefixes.stored
+        evidence = {
+            "prompts": prompts,
+            "distinct": distinct,
+            "computed": computed,
+            "stored": stored,
+            "held_at_most": self._prefixes.most,
+            "prefills": [list(shape) for shape in self._prefills],
+        }
+        if stored:
+            return Observation(True if computed == stored == distinct else None, evidence)
         return Observation(False if computed == prompts else None, evidence)
 
     def _ran_eager(self) -> bool | None:
@@ -80,7 +103,6 @@ class RolloutEngine(Engine):
         if self._backend.graphs:
             # graphs of all engines of a process count against one limit, behind which torch runs eager without a word
             torch.compiler.reset()
-        self._prefixes.clear()
         self._stepper = None
         super().close()
 
@@ -90,11 +112,12 @@ class RolloutEngine(Engine):
         if request.mode == "decode":
             _Decoding(self, sequences, chunk, request, observer, logprobs).run()
         else:
-            self._one_pass(sequences, chunk, request, observer, logprobs)
+            with self._attention.counting():
+                self._one_pass(sequences, chunk, request, observer, logprobs)
 
 
 class _Decoding:
-    """One chunk on its way through the cache. Rows are the chunk's sequences; finished ones leave the batch."""
+    """One batch of a submission on its way through the cache. Finished sequences leave it."""
 
     def __init__(
         self, engine: RolloutEngine, sequences: Sequences, chunk: list[int], request: Request, observer: Observer,
@@ -106,66 +129,57 @@ class _Decoding:
         self.request = request
         self.observer = observer
         self.logprobs = logprobs
-        self.prompt_lens = {s: int(sequences.prompt_lens[s]) for s in chunk}
-        self.width = max(self.prompt_lens.values())
-        self.mask = torch.zeros((len(chunk), self.width), dtype=torch.long)  # [M, S]
-        for row, s in enumerate(chunk):
-            self.mask[row, self.width - self.prompt_lens[s] :] = tensor(self._prompt(s, sequences.attention_mask))
+        self.prompts = {s: prompt_of(sequences, s) for s in chunk}
+        self.width = max(map(len, self.prompts.values()))
 
     def run(self) -> None:
         engine = self.engine
-        engine._prompts += [self._prefix(s) for s in self.alive]
+        engine._prompts += [_digest(self.prompts[s]) for s in self.alive]
         cache, last = self._shared_prefill() if engine._share_prefixes else self._prefill(self.alive)
         engine._chunk_sizes.append(cache.layers[0].keys.shape[0])
+        mask = decoding.padded([self.prompts[s].mask for s in self.alive], self.width)
+        batch = decoding.Batch(cache, mask)
         step = 0
         self._select(last, step)
-        while self._drop_finished(cache, step):
-            hidden = self._step(cache, step)
+        while self._drop_finished(batch, step):
+            hidden = self._step(batch, step)
             step += 1
             self._select(hidden, step)
 
-    def _prefill(self, rows: list[int], width: int | None = None) -> tuple[DynamicCache, Tensor]:
-        """The cache of these sequences' prompts, padded on the left to `width`, and the last hidden states [M, H]."""
-        engine, sequences = self.engine, self.sequences
-        width = self.width if width is None else width
-        ids, positions, mask = (torch.zeros((len(rows), width), dtype=torch.long) for _ in range(3))
-        watched = []
-        for row, s in enumerate(rows):
-            length = self.prompt_lens[s]
-            ids[row, width - length :] = tensor(self._prompt(s, sequences.token_ids))
-            positions[row, width - length :] = tensor(self._prompt(s, sequences.positions))
-            mask[row, width - length :] = tensor(self._prompt(s, sequences.attention_mask))
-            watched.append(Row(row, s, 0, length, width - length))
-        cache = DynamicCache(config=engine.model.config)
-        hidden = engine._forward(engine.base, ids, positions, mask, watched, self.observer, cache)
-        engine._prompts_computed += hidden.shape[0]
-        return cache, hidden[:, -1]
+    def _prefill(self, sequences: list[int]) -> tuple[DynamicCache, Tensor]:
+        """The cache of these sequences' prompts, as wide as the whole batch's, and their last hidden states [M, H]."""
+        engine = self.engine
+        prompts = [self.prompts[s] for s in sequences]
+        rows = [
+            Row(row, s, 0, len(p), self.width - len(p))
+            for row, (s, p) in enumerate(zip(sequences, prompts, strict=True))
+        ]
+
+        def forward(ids: Tensor, positions: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
+            hidden = engine._forward(engine.base, ids, positions, mask, rows, self.observer, cache)
+            engine._prefills.append(tuple(hidden.shape[:2]))
+            return hidden
+
+        with engine._attention.counting():
+            return decoding.prefill(forward, prompts, self.width, engine.model.config)
 
     def _shared_prefill(self) -> tuple[DynamicCache, Tensor]:
-        """The same from prompts computed once each, alone and unpadded, and shared by their samples."""
-        store, last = self.engine._prefixes, []
-        for s in self.alive:
-            key = self._prefix(s)
-            if key not in store:
-                cache, hidden = self._prefill([s], self.prompt_lens[s])
-                store.keep(key, s, cache, hidden)
-            prefix = store[key]
-            self.observer.shared(s, prefix.origin, self.prompt_lens[s])
-            last.append(prefix)
-        return store.batch(last, self.width, self.engine.model.config), torch.cat([p.hidden for p in last])
-
-    def _prefix(self, sequence: int) -> bytes:
-        """All that is fed for a prompt: equal ids at other positions are another prefix."""
-        given = (self.sequences.token_ids, self.sequences.positions, self.sequences.attention_mask)
-        return b"".join(self._prompt(sequence, array).tobytes() for array in given)
-
-    def _prompt(self, sequence: int, array: np.ndarray) -> np.ndarray:
-        first = self.sequences.span(sequence).start
-        return array[first : first + self.prompt_lens[sequence]]
+        """The same, with a row for each prompt that no row before it and no batch before this one has computed."""
+        store, keys = self.engine._prefixes, {s: _digest(self.prompts[s]) for s in self.alive}
+        missing = {keys[s]: s for s in reversed(self.alive) if keys[s] not in store}  # the first row of each prompt
+        if missing:
+            computed = sorted(missing.values(), key=self.alive.index)
+            cache, hidden = self._prefill(computed)
+            for row, s in enumerate(computed):
+                store.keep(keys[s], s, cache, row, len(self.prompts[s]), hidden)
+        prefixes = [store.take(keys[s]) for s in self.alive]
+        for s, prefix in zip(self.alive, prefixes, strict=True):
+            self.observer.shared(s, prefix.origin, len(self.prompts[s]))
+        return store.batch(prefixes, self.width, self.engine.model.config), torch.cat([p.hidden for p in prefixes])
 
     def _cell(self, sequence: int, step: int) -> int:
         """Where the response token that is decoded at `step` stands in the flat batch."""
-        return self.sequences.span(sequence).start + self.prompt_lens[sequence] + step
+        return self.sequences.span(sequence).start + len(self.prompts[sequence]) + step
 
     def _has(self, sequence: int, step: int) -> bool:
         return self._cell(sequence, step) < self.sequences.span(sequence).stop
@@ -178,24 +192,37 @@ class _Decoding:
             taken = hidden if len(rows) == len(self.alive) else hidden[rows]
             self.engine._take(taken, cells, self.sequences, self.request, self.observer, self.logprobs)
 
-    def _drop_finished(self, cache: DynamicCache, step: int) -> bool:
+    def _drop_finished(self, batch: decoding.Batch, step: int) -> bool:
         """Take the rows without a token at `step` out of the batch; False when none is left."""
         kept = [row for row, s in enumerate(self.alive) if self._has(s, step)]
         if kept and len(kept) < len(self.alive):
-            cache.batch_select_indices(torch.tensor(kept, device=self.engine.device))
-            self.mask = self.mask[kept]
+            batch.keep(kept)
         self.alive = [self.alive[row] for row in kept]
         return bool(kept)
 
-    def _step(self, cache: DynamicCache, step: int) -> Tensor:
+    def _step(self, batch: decoding.Batch, step: int) -> Tensor:
         """Feed each row its frozen token of `step`: hidden states [M, H]. The last one is fed, too: it is observed."""
         cells = np.array([self._cell(s, step) for s in self.alive])
         sequences, engine = self.sequences, self.engine
-        self.mask = torch.cat([self.mask, tensor(sequences.attention_mask[cells]).unsqueeze(1)], dim=1)
-        rows = [Row(row, s, self.prompt_lens[s] + step, 1) for row, s in enumerate(self.alive)]
-        hidden = engine._forward(
-            engine._stepper, tensor(sequences.token_ids[cells]).unsqueeze(1),
-            tensor(sequences.positions[cells]).unsqueeze(1), self.mask, rows, self.observer, cache,
-        )  # fmt: skip
+        rows = [Row(row, s, len(self.prompts[s]) + step, 1) for row, s in enumerate(self.alive)]
+
+        def forward(ids: Tensor, positions: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
+            return engine._forward(engine._stepper, ids, positions, mask, rows, self.observer, cache)
+
+        with engine._attention.counting() if engine._stepper is engine.base else contextlib.nullcontext():
+            hidden = batch.step(
+                forward, sequences.token_ids[cells], sequences.positions[cells], sequences.attention_mask[cells]
+            )
         engine._steps += 1
-        return hidden[:, -1]
+        return hidden
+
+
+def prompt_of(sequences: Sequences, sequence: int) -> Prompt:
+    first = sequences.span(sequence).start
+    cells = slice(first, first + int(sequences.prompt_lens[sequence]))
+    return Prompt(sequences.token_ids[cells], sequences.positions[cells], sequences.attention_mask[cells])
+
+
+def _digest(prompt: Prompt) -> str:
+    """Of all that is fed for a prompt: equal ids at other positions are another prefix."""
+    return canon.digest_bytes(b"".join(part.tobytes() for part in (prompt.ids, prompt.positions, prompt.mask)))
