@@ -13,12 +13,15 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import click
 
-from libxd import __version__
-from libxd.errors import Status, XdError
+from libxd import __version__, strictjson
+from libxd.errors import Status, XdError, of_exception
+
+_PATH_BYTES = 1 << 12  # PATH_MAX: a longer line is no path of this system
+_BLOCK = 1 << 16
 
 
 class Console:
@@ -33,11 +36,11 @@ class Console:
 
     @property
     def status(self) -> Status:
-        """The first failure other than 69, else 69 when something was refused, else 0."""
+        """The first failure other than 69, else 1 if "no" is the answer, else 69 if something was refused, else 0."""
         hard = [status for status in self._failures if status not in (Status.REFUSED, Status.NO)]
         if hard:
             return hard[0]
-        for status in (Status.REFUSED, Status.NO):
+        for status in (Status.NO, Status.REFUSED):
             if status in self._failures:
                 return status
         return Status.DONE
@@ -49,9 +52,16 @@ class Console:
     # -- results and messages
 
     def emit(self, line: str) -> None:
-        """One result line on stdout, at once: the next tool of a pipe waits for it."""
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+        """One result line on stdout, at once: the next tool of a pipe waits for it. Paths leave as they came in."""
+        if sys.stdout is None:  # the caller closed it
+            raise _StdoutLost("is closed")
+        try:
+            sys.stdout.buffer.write(os.fsencode(line) + b"\n")
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise _StdoutLost(f"cannot be written: {error.strerror}") from error
 
     def error(self, error: XdError) -> None:
         """Report a failure (a line an issue) and remember its status."""
@@ -83,6 +93,8 @@ class Console:
 
     @staticmethod
     def _say(line: str) -> None:
+        if sys.stderr is None:
+            return
         with contextlib.suppress(BrokenPipeError):
             sys.stderr.write(line + "\n")
             sys.stderr.flush()
@@ -93,51 +105,80 @@ class Console:
     def guard(self, where: str = "") -> Iterator[None]:
         """One item's work: its failure is reported and does not stop the others.
 
-        An exception that nobody foresaw is a bug of xd (70); XD_DEBUG=1 shows its traceback.
+        What is no XdError gets its status from `errors.of_exception`; XD_DEBUG=1 shows the traceback. A stdout that
+        takes nothing more ends the tool.
         """
         try:
             yield
-        except XdError as error:
-            if not error.where and len(error.issues) == 1:
-                error.where = where
-            self.error(error)
-        except (BrokenPipeError, click.ClickException, click.exceptions.Exit, click.Abort):
+        except (BrokenPipeError, _StdoutLost, click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
-            self.error(bug(error, where))
+            failure = of_exception(error, where)
+            if failure is not error:
+                failure.__cause__ = error
+            elif not failure.where and len(failure.issues) == 1:
+                failure.where = where
+            self.error(failure)
 
     def operands(self, given: Iterable[str], what: str) -> Iterator[str]:
-        """The operands, or the lines of stdin as they come; blank lines are passed over."""
+        """The operands, or the lines of stdin as they come; blank lines are passed over.
+
+        They are paths, which are bytes: what is not UTF-8 is escaped as `os.fsdecode` does, and `emit` writes it back.
+        """
         given = list(given)
         if given and given != ["-"]:
             yield from given
             return
-        if not given and sys.stdin.isatty():
-            raise click.UsageError(f"give {what} as operands or on stdin")
-        yield from stdin_lines()
+        for _, line in _lines(_stdin(what), _PATH_BYTES):
+            yield os.fsdecode(line)
+
+    def rows(self, files: Iterable[str], what: str) -> Iterator[tuple[str, bytes]]:
+        """(place, line) of the JSON lines in files, or on stdin, as they come; blank lines are passed over.
+
+        Nothing is decoded here: a row that is no text, or too long (it is cut off just past strictjson.MAX_BYTES, and
+        so refused by its reader), fails where the caller guards that row. A file that cannot be read is reported, and
+        the next one read.
+        """
+        for name in list(files) or ["-"]:
+            with self.guard("stdin" if name == "-" else name):
+                if name == "-":
+                    yield from _places("stdin", _stdin(what))
+                else:
+                    with open(name, "rb") as file:
+                        yield from _places(name, file)
 
 
-def stdin_lines() -> Iterator[str]:
-    """The non-blank lines of stdin, each as soon as it is complete."""
-    while line := sys.stdin.buffer.readline():
-        try:
-            text = line.decode("utf-8").strip("\r\n")
-        except UnicodeDecodeError as error:
-            raise XdError(f"not UTF-8 at byte {error.start} of a line", code="not-utf8", where="stdin") from error
-        if text.strip():
-            yield text
+def _stdin(what: str) -> BinaryIO:
+    if sys.stdin is None or sys.stdin.isatty():
+        raise click.UsageError(f"give {what} as operands or on stdin")
+    return sys.stdin.buffer
 
 
-def bug(error: BaseException, where: str = "") -> XdError:
-    """What xd did not foresee, as one line with status 70."""
-    detail = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return XdError(
-        f"a bug in xd or a broken installation: {detail}",
-        status=Status.BUG,
-        code="bug",
-        where=where,
-        hint="XD_DEBUG=1 shows the traceback",
-    )
+def _places(name: str, file: BinaryIO) -> Iterator[tuple[str, bytes]]:
+    for number, line in _lines(file, strictjson.MAX_BYTES):
+        yield f"{name}:{number}", line
+
+
+def _lines(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes]]:
+    """(number, line without its end) of the non-blank lines, each as soon as it is complete.
+
+    Of one with more than `most` bytes, most + 1 are given and the rest is read past, in constant memory.
+    """
+    number = 0
+    while line := file.readline(most + 1):
+        number += 1
+        whole = line.endswith(b"\n") or len(line) <= most
+        if line.strip():
+            yield number, line.rstrip(b"\r\n") if whole else line
+        while not whole and (rest := file.readline(_BLOCK)):
+            whole = rest.endswith(b"\n")
+
+
+class _StdoutLost(XdError):
+    """Nothing more can be said on stdout: 73, once, and the tool ends."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=Status.CONFLICT, code="cannot-write", where="stdout")
 
 
 def options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,7 +249,6 @@ def _run(tool: click.Command) -> int:
     try:
         with tool.make_context(tool.name, sys.argv[1:]) as context:
             tool.invoke(context)
-            sys.stdout.flush()
         return _status_of(context)
     except click.exceptions.Exit as error:  # --help, --version
         return error.exit_code
@@ -229,20 +269,14 @@ def _run(tool: click.Command) -> int:
     except click.ClickException as error:
         _report(context, tool, XdError(error.format_message(), status=Status.MISSING, code="missing"))
         return Status.MISSING
-    except XdError as error:
-        _report(context, tool, error)
-        return _status_of(context) or error.status
-    except OSError as error:
-        where = str(error.filename or "")
-        _report(
-            context, tool, XdError(str(error.strerror or error), status=Status.CONFLICT, code="os-error", where=where)
-        )
-        return _status_of(context) or Status.CONFLICT
     except Exception as error:
-        failure = bug(error)
-        failure.__cause__ = error
+        failure = of_exception(error)
+        if failure is not error:
+            failure.__cause__ = error
         _report(context, tool, failure)
-        return Status.BUG
+        if isinstance(error, OSError | _StdoutLost):
+            _silence_stdout()
+        return _status_of(context) or failure.status
 
 
 def _status_of(context: click.Context | None) -> int:
@@ -265,5 +299,6 @@ def _terminated(signum: int, _frame: Any) -> NoReturn:
 
 
 def _silence_stdout() -> None:
-    """Keep the interpreter's own flush at exit from complaining about the closed pipe."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Keep the interpreter's own flush at exit from complaining about a stdout that takes nothing more."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any
@@ -105,6 +107,47 @@ class XdErrors(XdError):
 
     def line(self) -> str:
         return "\n".join(issue.line() for issue in self._issues)
+
+
+#: a place that takes no more bytes; what else the system refuses is taken for something that could not be read,
+#: because every writer of files says itself that it could not write (publish.cannot_write)
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+
+
+def of_exception(error: BaseException, where: str = "") -> XdError:
+    """The one way from an exception to a status: what the system refuses is 66 or 73, memory 75, the unforeseen 70.
+
+    An XdError is returned as it is. where: what was being worked on, if the system names nothing else.
+    """
+    if isinstance(error, XdError):
+        return error
+    if isinstance(error, OSError):
+        where = where or _text(error.filename)
+        reason = error.strerror or str(error) or type(error).__name__
+        if error.filename and _text(error.filename) != where:
+            reason += f": {_text(error.filename)}"
+        if error.errno in _UNWRITABLE:
+            return XdError(f"cannot be written: {reason}", status=Status.CONFLICT, code="cannot-write", where=where)
+        return XdError(f"cannot be read: {reason}", status=Status.MISSING, code="unreadable", where=where)
+    if isinstance(error, MemoryError):
+        return XdError("out of memory", status=Status.RETRY, code="out-of-memory", where=where)
+    return bug(error, where)
+
+
+def bug(error: BaseException, where: str = "") -> XdError:
+    """What xd did not foresee, as one line with status 70."""
+    detail = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return XdError(
+        f"a bug in xd or a broken installation: {detail}",
+        status=Status.BUG,
+        code="bug",
+        where=where,
+        hint="XD_DEBUG=1 shows the traceback",
+    )
+
+
+def _text(filename: Any) -> str:
+    return os.fsdecode(filename) if isinstance(filename, bytes | str) else str(filename or "")
 
 
 def _short(value: Any, limit: int = 120) -> str:

@@ -11,16 +11,13 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from libxd import canon, identity, knobs, publish, schema, strictjson, topology
 from libxd.contract import looser
-from libxd.errors import Status, XdError, XdErrors
+from libxd.errors import XdError, XdErrors
 from libxd.experiment import Experiment, Intervention
 from libxd.rundir import RunDirectory
-
-if TYPE_CHECKING:
-    from libxd.console import Console
 
 _SCHEMA_VERSION = "xd.plan_row.v1"
 #: parts of a row that its case digest covers as they are; the identity enters pinned, the scenario with its id
@@ -138,36 +135,18 @@ def requested(row: dict[str, Any], side: str, knob: str) -> Any:
     return row["values"][knob]
 
 
-def lines(console: Console, files: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(place, line) of the rows in files, or on stdin, as they come. A file that cannot be read is reported."""
-    if not files or tuple(files) == ("-",):
-        for number, line in enumerate(console.operands((), "plan rows"), 1):
-            yield f"stdin:{number}", line
-        return
-    for name in files:
-        with console.guard(name):
-            yield from _file_lines(name)
-
-
-def _file_lines(name: str) -> Iterator[tuple[str, str]]:
-    try:
-        with open(name, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"{name}:{number}", line.rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise XdError("not UTF-8", code="not-utf8", where=name) from error
-    except OSError as error:
-        raise XdError(f"cannot be read: {error.strerror}", status=Status.MISSING, code="missing", where=name) from error
-
-
 def read_row(line: str | bytes, where: str) -> dict[str, Any]:
     """One plan row, whole: strict JSON, its schema, and no part that contradicts another. XdErrors with all flaws."""
     row = schema.validate("plan_row", strictjson.loads(line, where), where)
+    require_sound(row, where)
+    return row
+
+
+def require_sound(row: dict[str, Any], where: str) -> None:
+    """XdErrors with all places in which a row of the right form contradicts itself."""
     issues = list(_contradictions(row, where))
     if issues:
         raise XdErrors(issues)
-    return row
 
 
 def _contradictions(row: dict[str, Any], where: str) -> Iterator[XdError]:

@@ -14,9 +14,14 @@ from libxd.console import Console
 from libxd.errors import Status, XdError, XdErrors
 
 TOOL = """
-import os, sys, time
-from libxd import console
+import errno, os, sys, time
+from libxd import console, strictjson
 from libxd.errors import XdError
+
+def fail(word):
+    if word == "memory":
+        raise MemoryError
+    raise OSError(getattr(errno, word), os.strerror(getattr(errno, word)), "some/file")
 
 @console.command("xd-test", examples='''
 # one
@@ -25,14 +30,23 @@ xd-test a
 xd-test b
 ''')
 @console_argument
-def cli(console, words):
+@__import__('click').option('--rows', is_flag=True)
+@__import__('click').option('--unguarded', is_flag=True)
+def cli(console, words, rows, unguarded):
     '''Print words.'''
-    for word in console.operands(words, "words"):
+    if unguarded:
+        fail(words[0])
+    for place, line in console.rows(words, "rows") if rows else ():
+        with console.guard(place):
+            console.emit(f"{place} {strictjson.loads(line, place)}")
+    for word in () if rows else console.operands(words, "words"):
         with console.guard(word):
             if word.startswith("fail-"):
                 raise XdError("refused to", status=int(word[5:]), path="/a/b", hint="do another thing")
             if word == "bug":
                 raise KeyError("oops")
+            if word == "memory" or word[0] == "E":
+                fail(word)
             if word == "wait":
                 print("waiting", flush=True)
                 time.sleep(60)
@@ -75,6 +89,82 @@ def test_statuses(tool, words, status):
     assert "Traceback" not in done.stderr
     failing = [word for word in words if word != "a"]
     assert len(done.stderr.splitlines()) == len(failing)
+
+
+@pytest.mark.parametrize(
+    ("word", "status", "what"),
+    [
+        ("ENOENT", 66, "cannot be read"),
+        ("EACCES", 66, "cannot be read"),
+        ("EIO", 66, "cannot be read"),
+        ("ENOSPC", 73, "cannot be written"),
+        ("EROFS", 73, "cannot be written"),
+        ("memory", 75, "out of memory"),
+    ],
+)
+def test_what_the_system_refuses_has_one_status_wherever_it_is_met(tool, word, status, what):
+    guarded, unguarded = tool(word, "a"), tool("--unguarded", word)
+    assert (guarded.returncode, guarded.stdout) == (status, "a\n")
+    assert unguarded.returncode == status
+    for done in (guarded, unguarded):
+        assert what in done.stderr and len(done.stderr.splitlines()) == 1
+        assert word == "memory" or "some/file" in done.stderr
+
+
+def test_a_stdout_that_takes_nothing_is_73_and_said_once(tool):
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-P", tool.path, "a", "b"], stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, len(done.stderr.splitlines())) == (73, 1)
+    closed = subprocess.run(["sh", "-c", f"{sys.executable} -P {tool.path} a b >&-"], capture_output=True, text=True)
+    assert (closed.returncode, closed.stderr) == (73, "xd-test: stdout: is closed\n")
+
+
+def test_a_path_that_is_no_utf8_leaves_as_it_came(tool):
+    path = b"runs/\xff\xfe/a0001\n"
+    done = subprocess.run([sys.executable, "-P", tool.path], input=path, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, path, b"")
+
+
+ROWS = b'1\n\n"\xff"\n{"a": 1\n2\r\n3'
+
+
+@pytest.mark.parametrize("stdin", [True, False])
+def test_a_bad_row_costs_no_other_row(tool, tmp_path, stdin):
+    """Bytes that are no text, and what is no JSON: reported with their line, the rows around them are handed on."""
+    (tmp_path / "rows").write_bytes(ROWS)
+    words = ["--rows"] if stdin else ["--rows", "rows", "none", "rows"]
+    done = subprocess.run(
+        [sys.executable, "-P", tool.path, *words], input=ROWS if stdin else b"", capture_output=True, cwd=tmp_path
+    )
+    name = "stdin" if stdin else "rows"
+    good, bad = [f"{name}:1 1", f"{name}:5 2", f"{name}:6 3"], [f"xd-test: {name}:3: not UTF-8", f"xd-test: {name}:4: "]
+    if not stdin:
+        good, bad = good * 2, [*bad, "xd-test: none: cannot be read: No such file", *bad]
+    assert done.stdout.decode().splitlines() == good
+    said = done.stderr.decode().splitlines()
+    assert len(said) == len(bad) and all(map(str.startswith, said, bad))
+    assert done.returncode == 65
+
+
+def test_a_folder_for_a_file_of_rows_is_66(tool, tmp_path):
+    done = tool("--rows", tmp_path)
+    assert (done.returncode, len(done.stderr.splitlines())) == (66, 1)
+
+
+@pytest.mark.parametrize("stdin", [True, False])
+def test_a_row_without_end_is_refused_in_constant_memory(tool, tmp_path, stdin):
+    """Far more bytes than the cap (64 MiB), in an address space that could not hold them; the next row is read."""
+    size = 1 << 29
+    if stdin:
+        words = f"(head -c {size} /dev/zero; printf '\\n7\\n') |"
+    else:
+        words = f"truncate -s {size} {tmp_path}/rows; printf '\\n7\\n' >> {tmp_path}/rows; "
+    command = f"{words} (ulimit -v {3 << 17}; exec {sys.executable} -P {tool.path} --rows {'-' if stdin else 'rows'})"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path)
+    name = "stdin" if stdin else "rows"
+    assert done.stdout == f"{name}:2 7\n", done.stderr
+    assert done.returncode == 65
+    assert done.stderr.startswith(f"xd-test: {name}:1: JSON is too large")
 
 
 def test_the_line_says_who_where_what_and_what_next(tool):
@@ -150,7 +240,7 @@ def test_status_is_the_first_failure_other_than_69():
     console.error(XdError("x", status=Status.REFUSED))
     assert console.status == 69
     console.answer_no()
-    assert console.status == 69
+    assert console.status == 1  # the question was asked, and what was refused is no yes
     console.error(XdErrors([XdError("x", status=Status.MISSING), XdError("y")]))
     console.error(XdError("x", status=Status.INVALID))
     assert console.status == 66

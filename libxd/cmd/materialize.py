@@ -33,7 +33,7 @@ def cli(console: Console, rows: tuple[str, ...], runs: Path, policy: policy.Poli
     built.
     """
     environments = policy.environments()
-    for where, line in planner.lines(console, rows):
+    for where, line in console.rows(rows, "plan rows"):
         with console.guard(where):
             row = planner.read_row(line, where)
             value = materialize.materialized(row, policy, environments)

@@ -60,7 +60,7 @@ def cli(
     environments = policy.environments() if policy else None
     states: Counter[str] = Counter()
     grouped: dict[str, list[dict[str, Any]]] = {}
-    for where, line in planner.lines(console, rows):
+    for where, line in console.rows(rows, "plan rows"):
         with console.guard(where):
             row = planner.read_row(line, where)
             plan = materialize.materialized(row, policy, environments) if policy else None
@@ -73,7 +73,7 @@ def cli(
                     console.emit(str(found.attempt))
             elif found.state == "pending":
                 if groups is None:
-                    console.emit(line)
+                    console.emit(line.decode())
                 else:
                     grouped.setdefault(materialize.group(plan), []).append(row)
     if groups is not None:

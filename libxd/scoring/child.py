@@ -18,8 +18,7 @@ import traceback
 from typing import Any, BinaryIO, NoReturn
 
 from libxd import __version__
-from libxd.console import bug
-from libxd.errors import XdError
+from libxd.errors import XdError, bug
 from libxd.rundir import SIDES
 from libxd.scoring.scorer import Scorer
 from libxd.scoring.task import Task
@@ -54,7 +53,8 @@ def respond(scorer: Scorer, request: dict[str, Any]) -> dict[str, Any]:
     """The answer to one request.
 
     {"attempt": path, "engine": "reuse" | "rebuild"}: score it. {"attempt": path, "ask": "bytes"}: what its engine will
-    need. An answer holds "ok", with "error" when not, and "holds": whether an engine is held now.
+    need. An answer holds "ok", with "errors" when not, "holds": whether an engine is held now, and "spent": whether
+    this process may serve no other case.
     """
     try:
         task = Task.read(request["attempt"], scorer.side)
@@ -62,13 +62,13 @@ def respond(scorer: Scorer, request: dict[str, Any]) -> dict[str, Any]:
             answer: dict[str, Any] = {"needed_bytes": scorer.estimate_bytes(task)}
         else:
             answer = {"reuse": scorer.score(task, reuse=request["engine"] == "reuse")}
-        return {"ok": True, "holds": scorer.held is not None, **answer}
+        return {"ok": True, "holds": scorer.held is not None, "spent": scorer.spent, **answer}
     except Exception as error:
         if os.environ.get("XD_DEBUG") == "1":
             traceback.print_exception(error)
         issue = error if isinstance(error, XdError) else bug(error)
         records = [{**found.record(), "where": found.where or request["attempt"]} for found in issue.issues]
-        return {"ok": False, "holds": scorer.held is not None, "errors": records}
+        return {"ok": False, "holds": scorer.held is not None, "spent": scorer.spent, "errors": records}
 
 
 def end_with_parent(parent: int) -> None:
