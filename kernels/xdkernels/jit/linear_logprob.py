@@ -1,0 +1,421 @@
+"""Language-model head and selected logprob in Triton: the logits live in registers, a tile at a time.
+
+One persistent kernel multiplies [BLOCK_M, H] by [BLOCK_N, H] with float32 accumulation and reduces the tile to three
+numbers a row; a second one merges a row's tiles. Nothing here is chosen by N: every batch runs the same tiles in the
+same order of sums, so that a row's bits do not depend on how many rows there are or where it stands. Sums over a row
+are folded by index (`jit.fold`), for the compiler's own order would follow its layout.
+
+Exponentials are taken in base 2 against an integer reference, a row and a tile: 2^(x - r). A change of reference is
+then a multiplication by a power of two, which is exact in bfloat16 as in float32. That is what makes two products
+enough for a frozen head. The gradient of a row's logprob is weight[id] - sum_v p_v weight_v, and p_v must be known to
+the second product before the row's log-sum-exp is. So the tile stores 2^(x - r) in bfloat16, rounded once; tiles whose
+reference is not the row's are scaled (exactly) to it; and 1 / sum multiplies the second product's result, in float32.
+The reference is the selected token's own logit, from a dot product ahead of the sweep, wherever the tile's maximum is
+within 2^REACH of it: almost always, so that almost no tile needs scaling.
+
+Shape suffixes: M rows (tokens) and N columns (vocabulary) of a tile, K its slice of the hidden size, T tiles of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from xdkernels.jit.fold import LOG2_E, LOWEST, fold_sum
+from xdkernels.jit.launch import multiprocessors, on_device_of
+from xdkernels.jit.tanh import tanh
+
+LN_2 = tl.constexpr(0.6931471805599453)
+#: a tile takes the row's reference when its own is no further from it than this: 2^64 times 2^18 columns is far from
+#: the end of float32 and bfloat16, and what 2^-64 of the selected token's weight adds to a sum is below its rounding
+REACH = tl.constexpr(64.0)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of the head product. Part of the arithmetic: another BLOCK_N or BLOCK_K is another order of sums."""
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    #: row blocks that are worked on side by side, so that a tile of the weight is read from L2 by all of them
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+TILING = Tiling()
+#: tiles of a row that the merge reads at a time: all, up to 262144 columns
+MERGE_TILES = 1024
+MERGE_ROWS = 8
+
+
+@triton.jit
+def _place(tile, row_blocks, column_blocks, GROUP_M: tl.constexpr):
+    """Row block and column block of a tile: GROUP_M row blocks go down a column block before the next one begins."""
+    per_group = GROUP_M * column_blocks
+    first = tile // per_group * GROUP_M
+    height = tl.minimum(row_blocks - first, GROUP_M)
+    within = tile % per_group
+    return first + within % height, within // height
+
+
+@triton.jit
+def _product(hidden, weight, row, column, H, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """hidden[row:, :] @ weight[column:, :].T of one tile, float32; what lies beyond either is zero."""
+    acc_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, H, BLOCK_K):
+        acc_MN = tl.dot(hidden.load([row, k]), weight.load([column, k]).T, acc_MN)
+    return acc_MN
+
+
+@triton.jit
+def _finish_logits(
+    acc_MN, columns_N, bias, vocab, softcap, temperature,
+    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr,
+):  # fmt: skip
+    """The logits from the products, and d capped / d uncapped, which is 1 where nothing caps. Padding becomes -inf."""
+    slope_MN = 1.0
+    if HAS_BIAS:
+        acc_MN += tl.load(bias + columns_N, mask=columns_N < vocab, other=0.0).to(tl.float32)[None, :]
+    if SOFTCAP:
+        bent_MN = tanh(acc_MN / softcap)
+        acc_MN = softcap * bent_MN
+        slope_MN = 1.0 - bent_MN * bent_MN
+    if TEMPERED:
+        acc_MN = acc_MN / temperature
+    return tl.where(columns_N[None, :] < vocab, acc_MN, float("-inf")), slope_MN
+
+
+@triton.jit(do_not_specialize=["N"])
+def _reference_kernel(
+    hidden, weight, bias, ids, reference, N, hidden_stride, weight_stride, H, softcap, temperature,
+    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The selected token's logit in units of log 2, rounded up: only a reference, so any order of sums will do."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(ids + row).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    products = tl.zeros((BLOCK,), tl.float32)
+    for k in range(0, H, BLOCK):
+        inside = k + lanes < H
+        h = tl.load(hidden + row * hidden_stride + k + lanes, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(weight + token * weight_stride + k + lanes, mask=inside, other=0.0).to(tl.float32)
+        products += h * w
+    x = tl.sum(products)
+    if HAS_BIAS:
+        x += tl.load(bias + token).to(tl.float32)
+    if SOFTCAP:
+        x = softcap * tanh(x / softcap)
+    if TEMPERED:
+        x = x / temperature
+    x = tl.ceil(x * LOG2_E)
+    tl.store(reference + row, tl.where(tl.abs(x) < 1e30, x, 0.0))  # NaN and infinity too: the tiles tell of them
+
+
+@triton.jit(do_not_specialize=["N", "row_blocks", "programs"])
+def _head_kernel(
+    hidden, weight, exponentials, bias, ids, reference, references, totals, weighted, selected,
+    N, vocab, H, row_blocks, column_blocks, programs, softcap, temperature,
+    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, ENTROPY: tl.constexpr, STORE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """Tiles of the head, each reduced to a row's (reference, sum 2^(x - r), sum 2^(x - r) (x - r)), at [tile, row].
+
+    The tile that holds a row's selected token writes its logit. STORE: also 2^(x - r) times the softcap's slope.
+    """
+    for tile in range(tl.program_id(0), row_blocks * column_blocks, programs):
+        row_block, column_block = _place(tile, row_blocks, column_blocks, GROUP_M)
+        row = row_block * BLOCK_M
+        column = column_block * BLOCK_N
+        acc_MN = _product(hidden, weight, row, column, H, BLOCK_M, BLOCK_N, BLOCK_K)
+
+        rows_M = row + tl.arange(0, BLOCK_M)
+        columns_N = column + tl.arange(0, BLOCK_N)
+        live_M = rows_M < N
+        x_MN, slope_MN = _finish_logits(
+            acc_MN, columns_N, bias, vocab, softcap, temperature, HAS_BIAS, SOFTCAP, TEMPERED
+        )
+        token_M = tl.load(ids + rows_M, mask=live_M, other=-1)
+        reference_M = tl.load(reference + rows_M, mask=live_M, other=0.0)
+        top_M = tl.ceil(tl.max(x_MN, axis=1) * LOG2_E)
+        own_M = (tl.abs(top_M - reference_M) > REACH) & (top_M > LOWEST)
+        reference_M = tl.where(own_M, top_M, reference_M)
+        shifted_MN = x_MN * LOG2_E - reference_M[:, None]
+        e_MN = tl.exp2(shifted_MN)
+        at = column_block.to(tl.int64) * N + rows_M
+        tl.store(references + at, reference_M, mask=live_M)
+        tl.store(totals + at, fold_sum(e_MN, BLOCK_M, BLOCK_N), mask=live_M)
+        if ENTROPY:
+            product_MN = tl.where(e_MN == 0.0, 0.0, e_MN * shifted_MN)  # 0 * -inf is 0 here; NaN stays
+            tl.store(weighted + at, fold_sum(product_MN, BLOCK_M, BLOCK_N), mask=live_M)
+        here_M = (token_M >= column) & (token_M < column + BLOCK_N)
+        hit_MN = columns_N[None, :] == token_M[:, None]
+        tl.store(selected + rows_M, tl.sum(tl.where(hit_MN, x_MN, 0.0), axis=1), mask=live_M & here_M)  # one is not 0
+        if STORE:
+            exponentials.store([row, column], (e_MN * slope_MN).to(tl.bfloat16))
+
+
+@triton.jit(do_not_specialize=["N"])
+def _merge_kernel(
+    references, totals, weighted, selected, logprobs, entropies, row_reference, row_total, N, tiles,
+    ENTROPY: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """A row's tiles in one: TILES at a time in their order, folded by index within them."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = rows < N
+    top = tl.full((ROWS,), LOWEST, tl.float32)
+    for first in range(0, tiles, TILES):
+        lanes = first + tl.arange(0, TILES)
+        at = lanes.to(tl.int64)[None, :] * N + rows[:, None]
+        mask = live[:, None] & (lanes < tiles)[None, :]
+        top = tl.maximum(top, tl.max(tl.load(references + at, mask=mask, other=LOWEST), axis=1))
+    total = tl.zeros((ROWS,), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    for first in range(0, tiles, TILES):
+        lanes = first + tl.arange(0, TILES)
+        at = lanes.to(tl.int64)[None, :] * N + rows[:, None]
+        mask = live[:, None] & (lanes < tiles)[None, :]
+        shift = tl.load(references + at, mask=mask, other=LOWEST) - top[:, None]
+        scale = tl.exp2(shift)  # a power of two: exact
+        t = tl.load(totals + at, mask=mask, other=0.0)
+        total += fold_sum(tl.where(mask, scale * t, 0.0), ROWS, TILES)
+        if ENTROPY:
+            w = tl.load(weighted + at, mask=mask, other=0.0) + tl.where(scale == 0.0, 0.0, shift * t)
+            weight += fold_sum(tl.where(mask, scale * w, 0.0), ROWS, TILES)
+    log2_total = tl.log2(total)
+    x = tl.load(selected + rows, mask=live, other=0.0) * LOG2_E - top
+    logprob = (x - log2_total) * LN_2
+    # at most 0 by its meaning; the two roundings of 2^x and log2 can leave a last bit above it. NaN stays.
+    tl.store(logprobs + rows, tl.where(logprob > 0.0, 0.0, logprob), mask=live)
+    tl.store(row_reference + rows, top, mask=live)
+    tl.store(row_total + rows, total, mask=live)
+    if ENTROPY:
+        tl.store(entropies + rows, (log2_total - weight / total) * LN_2, mask=live)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _rescale_kernel(
+    exponentials, references, row_reference, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Tiles whose reference is not the row's are scaled to it, by a power of two; the others are not touched."""
+    rows_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    live_M = rows_M < N
+    own_M = tl.load(references + tl.program_id(1).to(tl.int64) * N + rows_M, mask=live_M, other=0.0)
+    shift_M = own_M - tl.load(row_reference + rows_M, mask=live_M, other=0.0)
+    moved_M = live_M & (shift_M != 0.0)
+    if tl.max(moved_M.to(tl.int32)) > 0:
+        at = exponentials + rows_M.to(tl.int64)[:, None] * stride + columns_N[None, :]
+        e_MN = tl.load(at, mask=moved_M[:, None], other=0.0).to(tl.float32)
+        scaled_MN = tl.where(e_MN == 0.0, 0.0, e_MN * tl.exp2(shift_M)[:, None])
+        tl.store(at, scaled_MN.to(tl.bfloat16), mask=moved_M[:, None])
+
+
+@triton.jit(do_not_specialize=["N"])
+def _direction_kernel(
+    sums, weight, ids, selected, row_total, direction, N, H, weight_stride, softcap, temperature,
+    SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """d logprob / d hidden of a row: (weight[id] slope[id] - sums / total) / temperature."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(ids + row).to(tl.int64)
+    total = tl.load(row_total + row)
+    slope = 1.0
+    if SOFTCAP:
+        capped = tl.load(selected + row)
+        if TEMPERED:
+            capped = capped * temperature
+        bent = capped / softcap
+        slope = 1.0 - bent * bent
+    for k in range(0, H, BLOCK):
+        lanes = k + tl.arange(0, BLOCK)
+        inside = lanes < H
+        w = tl.load(weight + token * weight_stride + lanes, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(sums + row * H + lanes, mask=inside, other=0.0)
+        d = w * slope - s / total
+        if TEMPERED:
+            d = d / temperature
+        tl.store(direction + row * H + lanes, d.to(direction.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["N", "row_blocks", "programs"])
+def _logit_gradient_kernel(
+    hidden, weight, gradients, bias, ids, logsumexp, entropy, upstream, entropy_upstream,
+    N, columns, first_column, vocab, H, row_blocks, column_blocks, programs, softcap, temperature,
+    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, ENTROPY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """The head once more over a slice of the vocabulary, now that the log-sum-exp is known: d loss / d product."""
+    for tile in range(tl.program_id(0), row_blocks * column_blocks, programs):
+        row_block, column_block = _place(tile, row_blocks, column_blocks, GROUP_M)
+        row = row_block * BLOCK_M
+        column = column_block * BLOCK_N
+        acc_MN = _product(hidden, weight, row, column, H, BLOCK_M, BLOCK_N, BLOCK_K)
+
+        rows_M = row + tl.arange(0, BLOCK_M)
+        columns_N = first_column + column + tl.arange(0, BLOCK_N)
+        live_M = rows_M < N
+        x_MN, slope_MN = _finish_logits(
+            acc_MN, columns_N, bias, vocab, softcap, temperature, HAS_BIAS, SOFTCAP, TEMPERED
+        )
+        token_M = tl.load(ids + rows_M, mask=live_M, other=-1)
+        logsumexp_M = tl.load(logsumexp + rows_M, mask=live_M, other=0.0)
+        upstream_M = tl.load(upstream + rows_M, mask=live_M, other=0.0)
+        log_p_MN = x_MN - logsumexp_M[:, None]
+        p_MN = tl.exp(log_p_MN)
+        hit_MN = columns_N[None, :] == token_M[:, None]
+        gradient_MN = upstream_M[:, None] * (tl.where(hit_MN, 1.0, 0.0) - p_MN)
+        if ENTROPY:
+            # d entropy / d x_v = -p_v (log p_v + entropy)
+            entropy_M = tl.load(entropy + rows_M, mask=live_M, other=0.0)
+            pull_M = tl.load(entropy_upstream + rows_M, mask=live_M, other=0.0)
+            surprise_MN = tl.where(p_MN == 0.0, 0.0, p_MN * (log_p_MN + entropy_M[:, None]))
+            gradient_MN -= pull_M[:, None] * surprise_MN
+        gradient_MN = gradient_MN * slope_MN
+        if TEMPERED:
+            gradient_MN = gradient_MN / temperature
+        gradient_MN = tl.where(columns_N[None, :] < vocab, gradient_MN, 0.0)
+        gradients.store([row, column], gradient_MN.to(tl.bfloat16))
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head as the kernels take it: weight [V, H] bfloat16, unit stride and 16-byte rows; what bends its logits."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    temperature: float
+    softcap: float | None
+    vocab: int
+    tiling: Tiling = TILING
+
+    @property
+    def constants(self) -> dict[str, bool]:
+        """What of it the compiler sees."""
+        return {
+            "HAS_BIAS": self.bias is not None,
+            "SOFTCAP": self.softcap is not None,
+            "TEMPERED": self.temperature != 1.0,
+        }
+
+    @property
+    def scalars(self) -> tuple[float, float]:
+        """Softcap and temperature, as the kernels take them."""
+        return float(self.softcap or 1.0), float(self.temperature)
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a sweep over the vocabulary leaves of N rows, float32 [N] each; direction: hidden's dtype [N, H]."""
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor | None
+    logsumexp: torch.Tensor
+    direction: torch.Tensor | None
+
+
+def sweep(
+    hidden: torch.Tensor, head: Head, ids: torch.Tensor, *, entropy: bool, direction_rows: int | None
+) -> Swept:
+    """One sweep over rows whose partial sums fit into memory; with `direction_rows`, their directions as well.
+
+    hidden: bfloat16 [N, H], unit stride, 16-byte rows. direction_rows: at least N; the rows that are multiplied by the
+    weight once more, by the vendor's product, whose choice of kernel may follow their number: so pass always the same.
+    The probabilities of as many rows are held, bfloat16 [direction_rows, V].
+    """
+    rows, width = hidden.shape
+    tiling = head.tiling
+    tiles = triton.cdiv(head.weight.shape[0], tiling.block_n)
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=hidden.device)
+
+    reference, selected, logprobs, row_reference, row_total = (floats(rows) for _ in range(5))
+    references, totals = floats(tiles, rows), floats(tiles, rows)
+    weighted = floats(tiles, rows) if entropy else totals
+    entropies = floats(rows) if entropy else None
+    direction = direction_rows is not None
+    padded = tiles * tiling.block_n if direction else 8
+    exponentials = torch.empty(direction_rows or 1, padded, dtype=torch.bfloat16, device=hidden.device)
+    bias = head.bias if head.bias is not None else reference
+    row_blocks = triton.cdiv(rows, tiling.block_m)
+    programs = min(row_blocks * tiles, multiprocessors(hidden.device))
+    with on_device_of(hidden):
+        _reference_kernel[(rows,)](
+            hidden, head.weight, bias, ids, reference, rows, hidden.stride(0), head.weight.stride(0), width,
+            *head.scalars, **head.constants, BLOCK=min(1024, triton.next_power_of_2(width)),
+        )  # fmt: skip
+        _head_kernel[(programs,)](
+            TensorDescriptor.from_tensor(hidden, [tiling.block_m, tiling.block_k]),
+            TensorDescriptor.from_tensor(head.weight, [tiling.block_n, tiling.block_k]),
+            TensorDescriptor.from_tensor(exponentials, [tiling.block_m, tiling.block_n] if direction else [1, 8]),
+            bias, ids, reference, references, totals, weighted, selected,
+            rows, head.vocab, width, row_blocks, tiles, programs, *head.scalars,
+            **head.constants, ENTROPY=entropy, STORE=direction, **_blocks(tiling),
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        )  # fmt: skip
+        _merge_kernel[(triton.cdiv(rows, MERGE_ROWS),)](
+            references, totals, weighted, selected, logprobs, entropies if entropy else logprobs,
+            row_reference, row_total, rows, tiles, ENTROPY=entropy, ROWS=MERGE_ROWS, TILES=MERGE_TILES,
+            num_warps=8,
+        )  # fmt: skip
+        found = None
+        if direction:
+            _rescale_kernel[(row_blocks, tiles)](
+                exponentials, references, row_reference, rows, padded, tiling.block_m, tiling.block_n, num_warps=8
+            )
+            # rows beyond N hold whatever was there, and give rows that nobody reads
+            sums = product(exponentials[:, : head.weight.shape[0]], head.weight)
+            found = torch.empty(rows, width, dtype=hidden.dtype, device=hidden.device)
+            _direction_kernel[(rows,)](
+                sums, head.weight, ids, selected, row_total, found, rows, width, head.weight.stride(0), *head.scalars,
+                SOFTCAP=head.softcap is not None, TEMPERED=head.temperature != 1.0,
+                BLOCK=min(2048, triton.next_power_of_2(width)),
+            )  # fmt: skip
+    logsumexp = (row_reference + row_total.log2()) * LN_2.value
+    return Swept(logprobs, entropies, logsumexp, found)
+
+
+def logit_gradients(
+    hidden: torch.Tensor, head: Head, ids: torch.Tensor, logsumexp: torch.Tensor, entropy: torch.Tensor | None,
+    upstream: torch.Tensor, entropy_upstream: torch.Tensor | None, columns: slice, out: torch.Tensor,
+) -> None:  # fmt: skip
+    """Fill `out`, bfloat16 [N, columns rounded up to tiles], with d loss / d (hidden @ weight.T) over the columns.
+
+    logsumexp, upstream: float32 [N]; entropy and entropy_upstream go together, or are both none.
+    """
+    rows, width = hidden.shape
+    tiling = head.tiling
+    weight = head.weight[columns]
+    row_blocks, tiles = triton.cdiv(rows, tiling.block_m), triton.cdiv(weight.shape[0], tiling.block_n)
+    programs = min(row_blocks * tiles, multiprocessors(hidden.device))
+    with on_device_of(hidden):
+        _logit_gradient_kernel[(programs,)](
+            TensorDescriptor.from_tensor(hidden, [tiling.block_m, tiling.block_k]),
+            TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k]),
+            TensorDescriptor.from_tensor(out, [tiling.block_m, tiling.block_n]),
+            head.bias if head.bias is not None else logsumexp, ids, logsumexp,
+            entropy if entropy_upstream is not None else logsumexp, upstream,
+            entropy_upstream if entropy_upstream is not None else upstream,
+            rows, weight.shape[0], columns.start, head.vocab, width, row_blocks, tiles, programs, *head.scalars,
+            **head.constants, ENTROPY=entropy_upstream is not None, **_blocks(tiling),
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        )  # fmt: skip
+
+
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left @ right of bfloat16 operands with float32 accumulation *and* float32 result."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()  # the interpreter's machine: products of bfloat16 are exact in float32
+
+
+def _blocks(tiling: Tiling) -> dict[str, int]:
+    return {
+        "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k, "GROUP_M": tiling.group_m,
+    }  # fmt: skip
