@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -223,15 +224,70 @@ def test_completion_for_the_shell(tool):
     assert done.returncode == 0 and "_xd_test_completion" in done.stdout
 
 
-def test_a_failed_import_is_a_bug_not_a_no(tmp_path):
-    """Status 1 only ever means "no": a broken installation is 70."""
-    (tmp_path / "blake3.py").write_text("raise ImportError('broken')\n")
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "libxd.cmd", "plan"], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    assert done.returncode == 70
-    assert done.stderr.startswith("xd-plan: cannot be imported:") and len(done.stderr.splitlines()) == 1
+@pytest.mark.parametrize("broken", ["raise ImportError('broken')", "raise RuntimeError('broken\\nin two')", "1 +"])
+def test_a_failed_import_is_a_bug_not_a_no(xd, tmp_path, broken):
+    """Status 1 only ever means "no": a broken installation is 70, in whatever way it is broken."""
+    (tmp_path / "blake3.py").write_text(f"{broken}\n")
+    done = xd("xd-plan", env={"PYTHONPATH": str(tmp_path)})
+    assert done.status == 70
+    assert done.err.startswith("xd-plan: cannot be imported:") and len(done.err.splitlines()) == 1
+    assert "broken" in done.err or "syntax" in done.err
+
+
+# -- the stubs of the checkout
+
+
+@pytest.fixture
+def checkout(tmp_path, root):
+    """A copy of tools/ in a place with a space, and `checkout(tool, **environment)` to run one there."""
+    place = tmp_path / "check out"
+    shutil.copytree(root / "tools", place / "tools")
+
+    def run(**environment):
+        clean = {name: value for name, value in os.environ.items() if name not in ("XD_PYTHON", "VIRTUAL_ENV")}
+        command = [place / "tools" / "xd-plan", "--version"]
+        return subprocess.run(command, capture_output=True, text=True, env=clean | environment)
+
+    run.place = place
+    return run
+
+
+def environment_at(place, text):
+    """A virtual environment whose interpreter is a shell script."""
+    (place / "bin").mkdir(parents=True)
+    (place / "bin" / "python").write_text(f"#!/bin/sh\n{text}\n")
+    (place / "bin" / "python").chmod(0o755)
+    return str(place)
+
+
+WITH = f'exec {sys.executable} "$@"'
+#: an interpreter that finds nothing but the standard library
+WITHOUT = f'exec {sys.executable} -S -E "$@"'
+
+
+def test_a_stub_finds_an_interpreter_that_has_libxd(checkout, tmp_path):
+    """$XD_PYTHON, the active environment, the checkout's own; an unrelated active environment is not in the way."""
+    unrelated, active = environment_at(tmp_path / "unrelated", WITHOUT), environment_at(tmp_path / "active", WITH)
+    assert checkout(VIRTUAL_ENV=active).stdout.startswith("xd-plan ")
+    assert checkout(XD_PYTHON=sys.executable, VIRTUAL_ENV=unrelated).stdout.startswith("xd-plan ")
+    assert checkout(VIRTUAL_ENV=unrelated).returncode == 70
+    environment_at(checkout.place / ".venv", WITH)
+    for environment in ({}, {"VIRTUAL_ENV": unrelated}, {"VIRTUAL_ENV": str(tmp_path / "gone")}):
+        done = checkout(**environment)
+        assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("xd-plan ")
+    assert checkout(XD_PYTHON=f"{unrelated}/bin/python").returncode == 70  # what is named is meant
+
+
+@pytest.mark.parametrize("named", ["XD_PYTHON", "VIRTUAL_ENV", ""])
+@pytest.mark.parametrize("there", [True, False])
+def test_no_interpreter_with_libxd_is_one_line_and_70(checkout, tmp_path, named, there):
+    place = environment_at(tmp_path / "unrelated", WITHOUT) if there else str(tmp_path / "unrelated")
+    environment = {"XD_PYTHON": f"{place}/bin/python", "VIRTUAL_ENV": place}
+    if there:
+        environment_at(checkout.place / ".venv", WITHOUT)
+    done = checkout(**({named: environment[named]} if named else {}))
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (70, "", 1)
+    assert done.stderr.startswith("xd-plan: ") and "make setup" in done.stderr
 
 
 def test_status_is_the_first_failure_other_than_69():

@@ -1,4 +1,4 @@
-"""The tools, one module each. What is installed as `xd-<name>` starts here.
+"""The tools, one module each. What is installed as `xd-<name>` starts here, and so does what stands in tools/.
 
 `run` keeps the promise that exit status 1 only ever means "no": a module that cannot be imported is status 70 and one
 line, not the interpreter's traceback and 1.
@@ -19,10 +19,13 @@ def run(tool: str) -> NoReturn:
     """Run the tool `xd-<tool>` with this process's arguments."""
     try:
         module = importlib.import_module(f"libxd.cmd.{tool}")
-    except ImportError as error:
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:  # an import runs all of a package that may be broken in any way
         if os.environ.get("XD_DEBUG") == "1":
             raise
-        sys.stderr.write(f"xd-{tool}: cannot be imported: {error} (run `make setup`, or install the package again)\n")
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        sys.stderr.write(f"xd-{tool}: cannot be imported: {what} (run `make setup`, or install the package again)\n")
         sys.exit(70)
     module.main()
 

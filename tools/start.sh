@@ -1,0 +1,15 @@
+# shellcheck shell=sh
+# Read by the stubs, which set $root (the checkout) and $tool. The interpreter is $XD_PYTHON, else the active environment's,
+# else the one that `make setup` made; start.py turns to the last where the active environment has no libxd.
+own=$root/.venv/bin/python
+python=${XD_PYTHON:-${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}}
+if [ -n "$XD_PYTHON" ]; then
+    own=
+elif [ ! -x "$python" ]; then
+    python=$own own=
+fi
+if ! command -v -- "$python" > /dev/null; then
+    echo "xd-$tool: $python: no interpreter there (run \`make setup\`, or name one in XD_PYTHON)" >&2
+    exit 70
+fi
+exec "$python" "$root/tools/start.py" "$own" "$tool" "$@"
