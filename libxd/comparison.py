@@ -23,45 +23,50 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from libxd import canon, contract, identity, publish, tensors
+from libxd import canon, contract, identity, publish, records, tensors
 from libxd.actual import actual
 from libxd.difference import DEFINITION, DIRECTION, QUANTILES, Difference, Measurement, Tokens
-from libxd.errors import Status, XdError
+from libxd.errors import XdError, of_exception
+from libxd.records import JUDGED, Case
 from libxd.rundir import SIDES, Attempt
 from libxd.scores import ScoreFile
 from libxd.tensors import Lazy
 
 TOKEN_DIFFS = "token_diffs.safetensors"
 OUTPUTS = ("actual.json", TOKEN_DIFFS, "comparison.json")
-INPUTS = ("identity.json", *(f"score_{side}.safetensors" for side in SIDES))
+SCORES = tuple(f"score_{side}.safetensors" for side in SIDES)
+INPUTS = (*JUDGED, *SCORES)
 _READ_BYTES = 1 << 22
 _THREADS = 3  # for digests, a first pass of statistics, and a second that waits for the first
 
 
 @dataclass(frozen=True)
-class Records:
-    """An attempt's JSON files before it is compared, checked to belong together."""
+class Evidence:
+    """What a verdict is judged by, but for the scores: an attempt's case and both sides' readbacks."""
 
-    requested: dict[str, Any]
-    identity: dict[str, Any]
-    materialized: dict[str, Any]
+    case: Case
     readbacks: dict[str, dict[str, Any]]
 
     @classmethod
-    def read(cls, attempt: Attempt) -> Records:
+    def read(cls, attempt: Attempt) -> Evidence:
         """XdError 69 when the attempt was refused, 66 or 65 when a file is missing, damaged or another attempt's."""
-        materialized = attempt.materialized()
-        requested = attempt.requested()
-        _belongs(attempt, "requested.json", requested, {"repeat": materialized["repeat"]})
-        _refuse(attempt, "materialized.json", materialized)
-        readbacks = {}
-        for side in SIDES:
-            name = f"readback_{side}.json"
-            readbacks[side] = attempt.readback(side)
-            expected = {"side": side, "repeat": materialized["repeat"], "execution_key": materialized["execution_key"]}
-            _belongs(attempt, name, readbacks[side], expected)
-            _refuse(attempt, name, readbacks[side])
-        return cls(requested, attempt.identity(), materialized, readbacks)
+        case = Case.read(attempt)
+        if refusal := attempt.refusal():
+            raise refusal.error(attempt, "there is nothing to compare")
+        readbacks = {side: attempt.readback(side) for side in SIDES}
+        for side, readback in readbacks.items():
+            expected = {"side": side, **{key: case.materialized[key] for key in ("repeat", "execution_key")}}
+            for key, wanted in expected.items():
+                if readback[key] != wanted:
+                    raise XdError("belongs to another attempt", code="foreign-file", path=f"/{key}",
+                                  where=str(attempt.file(f"readback_{side}.json")), found=readback[key],
+                                  expected=wanted)  # fmt: skip
+        return cls(case, readbacks)
+
+    def digests(self) -> dict[str, str]:
+        """By name, the digest of each record (`records.digest`)."""
+        values = (self.case.requested, self.case.identity, self.case.materialized, *self.readbacks.values())
+        return {name: records.digest(name, value) for name, value in zip(JUDGED, values, strict=True)}
 
 
 def compare(attempt: Attempt) -> dict[str, Any]:
@@ -69,12 +74,12 @@ def compare(attempt: Attempt) -> dict[str, Any]:
 
     Writing again what stands there already is fine; anything else is XdError 73, with what stands there kept.
     """
-    records = Records.read(attempt)
-    threshold = contract.from_row(records.requested["contract"], str(attempt)).threshold(
-        records.requested["contract"]["dtype"]
-    )
-    num_tokens = records.identity["sequences"]["num_tokens"]
-    scores = {side: ScoreFile(attempt, side, records.materialized, num_tokens) for side in SIDES}
+    evidence = Evidence.read(attempt)
+    case = evidence.case
+    bound = case.requested["contract"]
+    threshold = contract.from_row(bound, str(attempt)).threshold(bound["dtype"])
+    num_tokens = case.identity["sequences"]["num_tokens"]
+    scores = {side: ScoreFile(attempt, side, case.materialized, num_tokens) for side in SIDES}
     problems = [problem for side in SIDES for problem in scores[side].problems]
     problems += _disagreements(scores)
     difference = None if problems else Difference(scores["rollout"], scores["training"], threshold)
@@ -83,31 +88,33 @@ def compare(attempt: Attempt) -> dict[str, Any]:
 
     with ThreadPoolExecutor(_THREADS) as pool:  # numpy and BLAKE3 let go of the interpreter lock
         tokens = pool.submit(Tokens, difference) if difference else None
-        digests = {name: pool.submit(_digest, attempt, name) for name in INPUTS}
+        digests = {name: pool.submit(_digest, attempt, name) for name in SCORES}
         scored = {side: pool.submit(scores[side].identity) for side in SIDES}
         measuring = pool.submit(lambda: Measurement(difference, tokens.result())) if difference and tokens else None
-        token_diffs = _write_token_diffs(attempt, records, threshold, difference, tokens)
+        token_diffs = _write_token_diffs(attempt, case, threshold, difference, tokens)
         measured = measuring.result() if measuring else None
-        inputs = {name: found.result() for name, found in digests.items()}
+        inputs = evidence.digests() | {name: found.result() for name, found in digests.items()}
         facts = {side: found.result() for side, found in scored.items()}
-    violations = identity.violations(records.identity, records.readbacks, facts, records.materialized["strict"])
+    violations = identity.violations(case.identity, evidence.readbacks, facts, case.materialized["strict"])
     if measured:
         problems += _nonfinite(measured)
 
-    attempt.write_json("actual.json", actual(records.requested, records.materialized, records.readbacks))
+    followed = actual(case.requested, case.materialized, evidence.readbacks)
+    attempt.write_json("actual.json", followed)
     comparison = {
         "schema_version": "xd.comparison.v1",
-        "case_id": records.requested["case_id"],
-        "repeat": records.requested["repeat"],
-        "execution_key": records.materialized["execution_key"],
+        "case_id": case.requested["case_id"],
+        "repeat": case.requested["repeat"],
+        "execution_key": case.materialized["execution_key"],
         "status": verdict(violations, problems, measured.counts if measured else None),
-        "contract": records.requested["contract"],
+        "contract": bound,
         "threshold": threshold,
         "threshold_bits": struct.pack(">f", threshold).hex(),
         "violations": violations,
         "artifact_problems": problems,
         **(_numbers(measured) if measured else _no_numbers()),
         "inputs": inputs,
+        "actual": canon.digest(followed),
         "token_diffs": token_diffs,
     }
     attempt.write_json("comparison.json", comparison)
@@ -157,7 +164,7 @@ def _no_numbers() -> dict[str, Any]:
 
 def _write_token_diffs(
     attempt: Attempt,
-    records: Records,
+    case: Case,
     threshold: float,
     difference: Difference | None,
     tokens: Future[Tokens] | None,
@@ -167,7 +174,7 @@ def _write_token_diffs(
 
     def chunks() -> Iterator[bytes | memoryview]:
         arrays = _token_diffs(difference, tokens, threshold) if difference and tokens else _no_token_diffs(threshold)
-        for chunk in tensors.serialise(arrays, _metadata(records, whole=difference is not None)):
+        for chunk in tensors.serialise(arrays, _metadata(case, whole=difference is not None)):
             hasher.update(chunk)
             yield chunk
 
@@ -213,13 +220,13 @@ def _no_token_diffs(threshold: float) -> dict[str, Any]:
     }
 
 
-def _metadata(records: Records, whole: bool) -> dict[str, Any]:
+def _metadata(case: Case, whole: bool) -> dict[str, Any]:
     return {
         "schema_version": "xd.token_diffs.v1",
-        "case_id": records.requested["case_id"],
-        "repeat": records.requested["repeat"],
-        "execution_key": records.materialized["execution_key"],
-        "contract": records.requested["contract"],
+        "case_id": case.requested["case_id"],
+        "repeat": case.requested["repeat"],
+        "execution_key": case.materialized["execution_key"],
+        "contract": case.requested["contract"],
         "definition": DEFINITION,
         "whole": whole,
     }
@@ -250,19 +257,9 @@ def _nonfinite(measured: Measurement) -> list[dict[str, str]]:
 
 def _digest(attempt: Attempt, name: str) -> str:
     """A file's digest, read in blocks: a map of the whole file would stay resident."""
-    with open(attempt.file(name), "rb") as file:
-        return canon.digest_stream(iter(lambda: file.read(_READ_BYTES), b""))
-
-
-def _belongs(attempt: Attempt, name: str, value: dict[str, Any], expected: dict[str, Any]) -> None:
-    for key, wanted in expected.items():
-        if value[key] != wanted:
-            raise XdError("belongs to another attempt", code="foreign-file", where=str(attempt.file(name)),
-                          path=f"/{key}", found=value[key], expected=wanted)  # fmt: skip
-
-
-def _refuse(attempt: Attempt, name: str, value: dict[str, Any]) -> None:
-    if value["status"] == "refused":
-        reason = value["refusals"][0]["reason"] if value["refusals"] else "no reason is given"
-        raise XdError(f"was refused, there is nothing to compare: {reason}", status=Status.REFUSED, code="refused",
-                      where=str(attempt), path=f"/{name}")  # fmt: skip
+    path = attempt.file(name)
+    try:
+        with open(path, "rb") as file:
+            return canon.digest_stream(iter(lambda: file.read(_READ_BYTES), b""))
+    except OSError as error:
+        raise of_exception(error, str(path)) from error

@@ -26,14 +26,17 @@ _SCORED = ("token_ids", "active_mask", "cu_seqlens")  # what a score file holds 
 def pinned(identity: Mapping[str, Any]) -> dict[str, Any]:
     """What of a resolved identity a case digest covers: each digest, not what the digest stands for.
 
-    So a case planned from declared digests is the same case as one planned with the files at hand.
+    So a case planned from declared digests is the same case as one planned with the files at hand. The model's sizes
+    follow from the checkpoint, so they are pinned only where that has no digest.
     """
     checkpoint, tokenizer, sequences = (identity[part] for part in ("checkpoint", "tokenizer", "sequences"))
+    sizes = {} if checkpoint["digest"] else {"model": identity["model"]}
     return {
         "checkpoint": {name: checkpoint[name] for name in ("digest", "synthetic")},
         "tokenizer": {name: tokenizer[name] for name in ("id", "policy", "digest")},
         "sequences": {name: sequences[name] for name in ("digest", "packing")},
-        **{name: identity[name] for name in ("semantics", "rollout_mode", "cache_policy", "model_state", "model")},
+        **{name: identity[name] for name in ("semantics", "rollout_mode", "cache_policy", "model_state")},
+        **sizes,
     }
 
 

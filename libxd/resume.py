@@ -11,15 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from libxd import materialize, seal
+from libxd import seal
 from libxd.errors import XdError
-from libxd.rundir import SEAL, SIDES, Attempt, RunDirectory
+from libxd.records import Case
+from libxd.rundir import SEAL, Attempt, RunDirectory
 
 #: verdicts that answer a row; the INVALID_* ones say that the attempt was not worth comparing
 ANSWERS = ("PASS", "MISMATCH", "ZERO_ACTIVE_TOKENS")
 
-#: fields of a row that do not say what is to be measured
-_NOT_REQUESTED = ("locations", "experiment_id", "strategy")
+#: what says what is to be measured: the case (its digest covers the pinned identity, and nothing that is only at hand
+#: somewhere), how it is to be tried, and what the table calls it
+_REQUEST = ("case_digest", "repeat", "submission", "strict_fallback", "intervention")
 
 
 @dataclass(frozen=True)
@@ -67,26 +69,14 @@ def _state(attempt: Attempt, row: dict[str, Any], materialized: dict[str, Any] |
     if materialized is not None and found["execution_key"] != materialized["execution_key"]:
         return "other"
     if not attempt.has(SEAL):
-        return "refused" if _refused(attempt, found) else "begun"
+        return "refused" if attempt.refusal() else "begun"
     problems = seal.verify(attempt)
     if problems:
         raise XdError(f"sealed, but {problems[0]}", code="tampered", where=str(attempt))
-    if materialize.execution_key(found) != found["execution_key"]:
-        raise XdError("sealed under an execution key that is not its own", code="tampered", where=str(attempt))
+    Case.read(attempt)
     status = attempt.comparison()["status"]
     return "answered" if status in ANSWERS else "begun"
 
 
 def _same_request(requested: dict[str, Any], row: dict[str, Any]) -> bool:
-    def measured(request: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in request.items() if key not in _NOT_REQUESTED}
-
-    return measured(requested) == measured(row)
-
-
-def _refused(attempt: Attempt, materialized: dict[str, Any]) -> bool:
-    if materialized["status"] == "refused":
-        return True
-    return any(
-        attempt.has(name := f"readback_{side}.json") and attempt.read(name)["status"] == "refused" for side in SIDES
-    )
+    return all(requested[name] == row[name] for name in _REQUEST)

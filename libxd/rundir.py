@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,37 @@ _SCHEMAS = {
     "comparison.json": "comparison",
     SEAL: "seal",
 }
+#: the files that may say so, in the order in which they are written
+_REFUSING = ("materialized.json", *(f"readback_{side}.json" for side in SIDES))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A file of an attempt that says it was refused: its name, and its reasons as they stand there."""
+
+    file: str
+    reasons: list[dict[str, Any]]
+
+    @property
+    def unsupported(self) -> bool:
+        """Whether all of it is what cannot be done here."""
+        return bool(self.reasons) and all(reason.get("status") == "unsupported" for reason in self.reasons)
+
+    def text(self) -> str:
+        """The reasons, each once, with side and knob."""
+        return "; ".join(dict.fromkeys(map(_reason, self.reasons))) or "no reason is given"
+
+    def error(self, attempt: Attempt, what: str) -> XdError:
+        """The XdError 69 of a tool that has nothing to do with a refused attempt."""
+        return XdError(f"was refused, {what}: {self.text()}", status=Status.REFUSED, code="refused", where=str(attempt),
+                       path=f"/{self.file}", hint="a retry takes a new attempt")  # fmt: skip
+
+
+def _reason(refusal: dict[str, Any]) -> str:
+    side, knob = refusal.get("side"), refusal["knob"]
+    named = knob is not None and side is not None and knob.startswith(side)  # the knob's name says the side, too
+    place = " ".join(part for part in (None if named else side, knob) if part)
+    return f"{place}: {refusal['reason']}" if place else refusal["reason"]
 
 
 class Attempt:
@@ -119,6 +151,13 @@ class Attempt:
 
     def comparison(self) -> dict[str, Any]:
         return self.read("comparison.json")
+
+    def refusal(self) -> Refusal | None:
+        """The first of its files that says it was refused; None while none does."""
+        for name in _REFUSING:
+            if self.has(name) and (value := self.read(name))["status"] == "refused":
+                return Refusal(name, value["refusals"])
+        return None
 
     def write_json(self, name: str, value: Any) -> bool:
         """Publish one of the attempt's JSON files; a sealed attempt does not grow."""

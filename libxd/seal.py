@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from libxd import canon, publish
 from libxd.errors import Status, XdError
+from libxd.records import Case, digest
 from libxd.rundir import PAYLOADS, SEAL, SIDES, Attempt
 
 _JSON = tuple(name for name in PAYLOADS if name.endswith(".json"))
@@ -39,32 +40,32 @@ def seal(attempt: Attempt) -> bool:
     names = _names(attempt)
     for problem in _set_problems(attempt, names, (*PAYLOADS, SEAL) if SEAL in names else PAYLOADS):
         missing = problem.kind == "missing"
-        if missing:
-            _refuse(attempt)
+        if missing and (refusal := attempt.refusal()):
+            raise refusal.error(attempt, "there is nothing to seal")
         raise XdError(
             f"cannot be sealed: {problem}", status=Status.MISSING if missing else Status.INVALID,
             code=f"seal-{problem.kind}", where=str(attempt),
             hint="a stage has not run" if missing else "an attempt holds its own files alone",
         )  # fmt: skip
-    records = {name: attempt.read(name) for name in _JSON}
-    files = {name: _facts(attempt, name) for name in PAYLOADS}
-    for problem in _inconsistencies(records, files):
+    sealed = SEAL in names
+    if sealed and (problems := verify(attempt)):
+        raise XdError(f"was sealed over other content, which is kept: {problems[0]}", status=Status.CONFLICT,
+                      code="sealed-differently", where=str(attempt),
+                      hint="xd-seal --verify names the files that changed")  # fmt: skip
+    case = Case.read(attempt)
+    found = {name: attempt.read(name) for name in _JSON}
+    files = attempt.read(SEAL)["files"] if sealed else {name: _facts(attempt, name) for name in PAYLOADS}
+    for problem in _inconsistencies(found, files):
         raise XdError(f"cannot be sealed: {problem}", code="seal-inconsistent", where=str(attempt))
     value = {
         "schema_version": "xd.seal.v1",
-        "experiment_id": records["requested.json"]["experiment_id"],
+        "experiment_id": case.requested["experiment_id"],
         "case_id": attempt.case_id,
-        "repeat": records["requested.json"]["repeat"],
-        "execution_key": records["materialized.json"]["execution_key"],
+        "repeat": case.requested["repeat"],
+        "execution_key": case.materialized["execution_key"],
         "files": files,
     }
-    try:
-        return publish.publish_json(attempt.file(SEAL), "seal", value)
-    except XdError as error:
-        if error.code != "output-differs":
-            raise
-        raise XdError("was sealed over other content, which is kept", status=Status.CONFLICT, code="sealed-differently",
-                      where=str(attempt), hint="xd-seal --verify names the files that changed") from error  # fmt: skip
+    return publish.publish_json(attempt.file(SEAL), "seal", value)
 
 
 def verify(attempt: Attempt) -> list[Problem]:
@@ -144,17 +145,8 @@ def _misnamed(attempt: Attempt, sealed: dict[str, Any]) -> list[Problem]:
     return [Problem(SEAL, "changed", f"{key} is not the attempt's") for key in expected if sealed[key] != expected[key]]
 
 
-def _refuse(attempt: Attempt) -> None:
-    """A refused attempt lacks its scores for a reason; say that one."""
-    for name in ("materialized.json", *(f"readback_{side}.json" for side in SIDES)):
-        if attempt.has(name) and (value := attempt.read(name))["status"] == "refused":
-            reason = value["refusals"][0]["reason"] if value["refusals"] else "no reason is given"
-            raise XdError(f"was refused, there is nothing to seal: {reason}", status=Status.REFUSED, code="refused",
-                          where=str(attempt), path=f"/{name}")  # fmt: skip
-
-
 def _inconsistencies(records: dict[str, Any], files: dict[str, Any]) -> list[Problem]:
-    """Files that are sound each and do not belong together (the case id is checked on reading)."""
+    """Files that are sound each and do not belong together, beyond what `Case.read` has found."""
     problems = []
     repeat = records["requested.json"]["repeat"]
     key = records["materialized.json"]["execution_key"]
@@ -169,7 +161,9 @@ def _inconsistencies(records: dict[str, Any], files: dict[str, Any]) -> list[Pro
         if records[f"readback_{side}.json"]["side"] != side:
             problems.append(Problem(f"readback_{side}.json", "inconsistent", "is the other side's"))
     comparison = records["comparison.json"]
-    for name, digest in {**comparison["inputs"], "token_diffs.safetensors": comparison["token_diffs"]}.items():
-        if files[name]["blake3"] != digest:
+    spoken_of = {**comparison["inputs"], "token_diffs.safetensors": comparison["token_diffs"],
+                 "actual.json": comparison["actual"]}  # fmt: skip
+    for name, wanted in spoken_of.items():
+        if (digest(name, records[name]) if name in records else files[name]["blake3"]) != wanted:
             problems.append(Problem(name, "inconsistent", "not the file that comparison.json speaks of"))
     return problems

@@ -68,12 +68,8 @@ class Table:
 def read(attempt: Attempt) -> Row:
     """An attempt as a row, without its effect."""
     requested = attempt.requested()
-    for name in ("materialized.json", *(f"readback_{side}.json" for side in SIDES)):
-        if attempt.has(name) and (record := attempt.read(name))["status"] == "refused":
-            refusals = record["refusals"]
-            unsupported = refusals and all(refusal.get("status") == "unsupported" for refusal in refusals)
-            reason = "; ".join(dict.fromkeys(_reason(refusal) for refusal in refusals)) or "no reason is given"
-            return Row(attempt, requested, "unsupported" if unsupported else "refused", reason)
+    if refusal := attempt.refusal():
+        return Row(attempt, requested, "unsupported" if refusal.unsupported else "refused", refusal.text())
     if not attempt.has("comparison.json"):
         return Row(attempt, requested, "incomplete", "not every stage has run")
     comparison = attempt.comparison()
@@ -137,13 +133,6 @@ def _effects(row: Row, baseline: Row) -> dict[str, SideEffect]:
     except XdError as error:
         row.reason = "; ".join(filter(None, (row.reason, f"no effect: {error.issues[0].message}")))
         return {}
-
-
-def _reason(refusal: dict[str, Any]) -> str:
-    side, knob = refusal.get("side"), refusal["knob"]
-    named = knob is not None and side is not None and knob.startswith(side)  # the knob's name says the side, too
-    place = " ".join(part for part in (None if named else side, knob) if part)
-    return f"{place}: {refusal['reason']}" if place else refusal["reason"]
 
 
 # -- as text

@@ -147,6 +147,8 @@ def _row(
     arrays: dict[str, np.ndarray], change: tuple[str, Any] | None, repeat: int, source: str, dtype: str, strict: bool
 ) -> dict[str, Any]:
     row = materialize_fixtures.row(change, repeat=repeat, strict=strict)
+    if not change:
+        row["values"] |= {"rollout.dtype": dtype, "training.compute_dtype": dtype}
     found = contract.lookup(source, "current")
     row["contract"] = {"source": found.source, "version": found.version, "digest": found.digest, "dtype": dtype}
     digests = {name: canon.digest(name) for name in identity.SEQUENCE_DIGESTS}

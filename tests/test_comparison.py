@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -82,10 +83,10 @@ def test_bitwise_contract_lets_only_equal_numbers_pass(tmp_path: Path) -> None:
     assert comparison.compare(scored(tmp_path, same, other, source="bitwise"))["status"] == "MISMATCH"
 
 
-def test_a_contract_that_changed_since_planning_is_refused(tmp_path: Path) -> None:
+def test_a_contract_that_changed_since_planning_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = scored(tmp_path, floats(-1), floats(-1))
-    bound = attempt.requested()["contract"]
-    rewrite_json(attempt, "requested.json", contract={**bound, "digest": "0" * 64})
+    now = contract.lookup("ws1", "current")
+    monkeypatch.setattr(contract, "lookup", lambda *_: dataclasses.replace(now, digest="0" * 64))
     before = snapshot(attempt)
     with pytest.raises(XdError, match="contract has changed"):
         comparison.compare(attempt)

@@ -137,7 +137,6 @@ OPTIONS = {"backend": "native", "options": {"a": 1}}
         ("/identity/semantics/temperature", 0.7),
         ("/identity/rollout_mode", "prefill"),
         ("/identity/cache_policy/training", "allowed"),
-        ("/identity/model/vocab_size", 260),
         ("/operators", {"selected_logprob": {"rollout": "native", "training": "xd.reference_logp"}}),
         ("/operators", {"selected_logprob": {"rollout": "native", "training": OPTIONS}}),
     ],
@@ -174,8 +173,7 @@ def test_a_case_id_is_the_documented_digest():
                            "synthetic": {"name": "xd-smoke-1", "seed": 7}},
             "tokenizer": {"id": "none", "policy": "token_ids", "digest": None},
             "sequences": {"digest": None, "packing": "none"},
-            **{name: identity[name] for name in
-               ("semantics", "rollout_mode", "cache_policy", "model_state", "model")},
+            **{name: identity[name] for name in ("semantics", "rollout_mode", "cache_policy", "model_state")},
         },
     }  # fmt: skip
     assert row["case_digest"] == canon.digest(covered)
@@ -194,6 +192,33 @@ def test_the_same_case_with_files_at_hand_and_from_their_digests_alone(tmp_path)
     assert ids[0] == ids[1]
     (model / "model.safetensors").write_bytes(b"other weights")
     assert [row["case_id"] for row in rows(value)] != ids[0]
+
+
+def test_the_same_case_whatever_of_it_is_declared_and_whatever_is_at_hand(tmp_path):
+    """Files or their digest, the model's sizes declared, read from the checkpoint, or unknown: one case."""
+    model = checkpoint_directory(tmp_path / "model")
+    sizes = experiment_config()["identity"]["model"]
+    named = {"path": str(model)}
+    pinned = {"digest": parse(with_identity(checkpoint=named)).resolution.identity["checkpoint"]["digest"]}
+    gone = {"path": str(tmp_path / "gone"), **pinned}
+    ids = {
+        tuple(row["case_id"] for row in planner.rows(parse(with_identity(checkpoint=checkpoint, model=declared))))
+        for checkpoint in (named, {**named, **pinned}, pinned, gone)
+        for declared in (sizes, None)
+    }
+    assert len(ids) == 1
+    unknown = {"path": str(tmp_path / "gone")}  # of an unknown checkpoint the sizes are all there is
+    ids = {
+        planner.rows(parse(with_identity(checkpoint=unknown, model=declared)))[0]["case_id"]
+        for declared in (sizes, {**sizes, "vocab_size": 260}, None)
+    }
+    assert len(ids) == 3
+
+
+def with_identity(**parts):
+    value = experiment_config()
+    value["identity"] = {name: part for name, part in {**value["identity"], **parts}.items() if part is not None}
+    return value
 
 
 # -- bytes

@@ -10,7 +10,7 @@ import pytest
 from comparison_fixtures import floats, refused, rewrite_json, scored
 from materialize_fixtures import environments, policy
 
-from libxd import comparison, materialize, resume, seal
+from libxd import comparison, materialize, planner, resume, seal, topology
 from libxd.rundir import PAYLOADS, Attempt, RunDirectory
 
 
@@ -94,7 +94,9 @@ def test_an_attempt_measured_under_other_conditions_is_no_answer(tmp_path):
     assert answer(tmp_path, row, None) == ("answered", "a0001")  # what was measured, under whatever conditions
 
 
-@pytest.mark.parametrize("change", [{"repeat": 1}, {"strict_fallback": False}, {"submission": "rotated"}])
+@pytest.mark.parametrize(
+    "change", [{"repeat": 1}, {"strict_fallback": False}, {"submission": "rotated"}, {"case_digest": "0" * 64}]
+)
 def test_another_request_of_the_same_case_is_not_answered(tmp_path, change):
     row = sealed(tmp_path).requested()
     assert answer(tmp_path, row | change, None) == ("pending", None)
@@ -132,19 +134,20 @@ def spoil(attempt: Attempt, name: str) -> None:
         file.write(b" ")
 
 
-def test_a_key_that_is_not_that_of_its_content_is_no_answer(tmp_path):
-    """Made of a piece, and sealed: only the key gives away that something else was materialised."""
-    attempt = scored(tmp_path, floats(-1), floats(-1))
-    row = attempt.requested()
-    plan = now(row)
-    forged = attempt.materialized()
-    forged["sides"]["rollout"]["environment"]["python"] = "3.13.0"
-    rewrite_json(attempt, "materialized.json", sides=forged["sides"])
-    comparison.compare(attempt)
-    seal.seal(attempt)
-    assert attempt.materialized()["execution_key"] == plan["execution_key"]
-    found = outcome(tmp_path, row, plan)
-    assert (found.state, len(found.passed_over)) == ("pending", 1)
+def test_an_answer_is_one_wherever_its_row_was_planned(tmp_path):
+    """Planned where nothing is at hand but the digests: other missing parts, no sizes, nothing to execute."""
+    row = sealed(tmp_path).requested()
+    identity = row["identity"]
+    unpinned = dict.fromkeys(set(identity["sequences"]) - {"digest", "packing"})
+    elsewhere = row | {
+        "identity": identity | {"model": None, "sequences": identity["sequences"] | unpinned},
+        "derived": topology.derived(row["values"], None),
+        "locations": dict.fromkeys(row["locations"]),
+        "missing": ["/identity/sequences: not at hand"],
+        "executable": False,
+    }
+    planner.require_sound(elsewhere, "a row of the same case")
+    assert answer(tmp_path, elsewhere, None) == ("answered", "a0001")
 
 
 def test_a_partial_or_malformed_attempt_is_passed_over(tmp_path):

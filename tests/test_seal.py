@@ -142,6 +142,46 @@ def test_a_tampered_attempt_is_not_sealed_over(attempt: Attempt) -> None:
     assert attempt.file(SEAL).read_bytes() == sealed
 
 
+@pytest.mark.parametrize("name", [name for name in PAYLOADS if name != "comparison.json"])
+def test_nothing_that_the_verdict_rests_on_can_be_edited_before_the_seal(attempt: Attempt, name: str) -> None:
+    """A second attempt's file has the right form, and for a record the right case; one value of it is another."""
+    if name.endswith(".json"):
+        value = json.loads(attempt.file(name).read_bytes())
+        place, key = next(_leaves(value, EDITED[name]))
+        place[key] = place[key] + 1 if isinstance(place[key], int) else place[key] + " indeed"
+        rewrite_json(attempt, name, **value)
+    else:
+        data = bytearray(attempt.file(name).read_bytes())
+        data[-1] ^= 1
+        attempt.file(name).write_bytes(data)
+    with pytest.raises(XdError) as caught:
+        seal.seal(attempt)
+    assert (caught.value.status, name in caught.value.line()) == (Status.INVALID, True)
+    assert not attempt.sealed
+
+
+#: a value that no other file repeats and no digest inside the attempt covers
+EDITED = {
+    "requested.json": "experiment_id", "identity.json": "num_sequences", "materialized.json": "evidence",
+    "readback_rollout.json": "calls", "readback_training.json": "calls", "actual.json": "calls",
+}  # fmt: skip
+
+
+def _leaves(value, name: str):
+    """(object, key) of the members of that name, whose values are no objects; a list counts by its own members."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if key == name:
+            yield value, key
+        elif isinstance(item, dict | list):
+            yield from _leaves(item, name)
+
+
+def test_what_differs_between_two_attempts_of_one_measurement_is_not_pinned(attempt: Attempt) -> None:
+    rewrite_json(attempt, "requested.json", locations=attempt.requested()["locations"] | {"sequences": "elsewhere"})
+    rewrite_json(attempt, "readback_rollout.json", reuse={"engine_serial": 7, "case_serial": 9})
+    assert seal.seal(attempt)
+
+
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_an_attempt_that_lacks_a_file_is_not_sealed(attempt: Attempt, name: str) -> None:
     attempt.file(name).unlink()
