@@ -32,7 +32,7 @@ collect_ignore_glob = [] if can_run() else ["test_*.py"]
 
 
 def _let_tensors_bound_loops() -> None:
-    """Triton 3.6's interpreter holds scalars as arrays of one element, which numpy 2.4 no longer turns into integers."""
+    """Triton 3.6's interpreter holds a scalar as an array of one element, which numpy 2.4 makes no integer of."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor

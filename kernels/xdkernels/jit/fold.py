@@ -28,15 +28,23 @@ def _halvings(width):
 
 @triton.jit
 def fold_sum(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """float32 [ROWS, WIDTH] -> [ROWS]; WIDTH a power of two. Halves are added to each other until one column is left."""
+    """float32 [ROWS, WIDTH] -> [ROWS]; WIDTH a power of two. Halves are added until one column is left."""
     for step in tl.static_range(_halvings(WIDTH)):
         x = tl.sum(tl.reshape(x, (ROWS, 2, WIDTH >> (step + 1))), axis=1)
     return tl.reshape(x, (ROWS,))
 
 
 @triton.jit
+def fold_rows(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """float32 [ROWS, WIDTH] -> [WIDTH]; ROWS a power of two. The same, down the columns."""
+    for step in tl.static_range(_halvings(ROWS)):
+        x = tl.sum(tl.reshape(x, (2, ROWS >> (step + 1), WIDTH)), axis=0)
+    return tl.reshape(x, (WIDTH,))
+
+
+@triton.jit
 def exp(x):
-    """exp of float32 x <= 0, to some 2 ulp near 0; results below the normal range are 0. One multiplication, one ex2."""
+    """exp of float32 x <= 0, to some 2 ulp near 0; 0 below the normal range. One multiplication, one ex2."""
     return tl.exp2(x * LOG2_E)
 
 

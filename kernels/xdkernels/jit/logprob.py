@@ -1,8 +1,8 @@
 """The selected logprob in Triton: partial log-sum-exps a vocabulary block, and the gradient of the logits.
 
-One program owns a row's block and walks it in tiles of LANES x VECTOR columns, column = lane * VECTOR + element. Each
+One program owns a row's block and walks it in tiles of LANES x DEPTH columns, column = lane * DEPTH + element. Each
 lane keeps a running maximum and the sums that belong to it; the lanes are joined at the end of the block. So the loop
-has no reduction across threads, and one exp an element. Everything that decides a bit is LANES, VECTOR and the
+has no reduction across threads, and one exp an element. Everything that decides a bit is LANES, DEPTH and the
 vocabulary block; where a row lies, how it is strided and how many threads share it, is not.
 
 Shape suffixes: L lanes, E elements of a lane's vector.
@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from xdkernels.jit.fold import FUSION, LOWEST, UNDERFLOW, divided, exp, fold_sum
+from xdkernels.jit.fold import FUSION, LOWEST, UNDERFLOW, divided, exp, fold_rows, fold_sum
 from xdkernels.jit.launch import on_device_of
 
 #: a program's offset within a launch is a 32-bit integer
@@ -27,28 +27,28 @@ class TileLaunch(NamedTuple):
     """lanes and vector are arithmetic: other values, other bits. warps and stages only say how the work is spread."""
 
     lanes: int
-    vector: int
+    depth: int
     warps: int
     stages: int
 
 
-PARTIALS = TileLaunch(lanes=128, vector=8, warps=1, stages=1)
-GRADIENT = TileLaunch(lanes=256, vector=8, warps=4, stages=1)
+PARTIALS = TileLaunch(lanes=256, depth=4, warps=1, stages=1)
+GRADIENT = TileLaunch(lanes=1024, depth=2, warps=4, stages=1)
 
 
 @triton.jit
-def _absorb(maximum_L, total_L, weighted_L, x_LE, LANES: tl.constexpr, VECTOR: tl.constexpr, ENTROPY: tl.constexpr):
+def _absorb(maximum_L, total_L, weighted_L, x_DL, LANES: tl.constexpr, DEPTH: tl.constexpr, ENTROPY: tl.constexpr):
     """The lanes' maximum, sum of exp(x - maximum), and sum of exp(x - maximum) (x - maximum), with a tile more."""
-    higher_L = tl.maximum(maximum_L, tl.max(x_LE, axis=1))
+    higher_L = tl.maximum(maximum_L, tl.max(x_DL, axis=0))
     shift_L = tl.maximum(maximum_L - higher_L, LOWEST)  # LOWEST - 1e38 would be -inf, and 0 * -inf NaN
     scale_L = exp(shift_L)
-    shifted_LE = x_LE - higher_L[:, None]
-    weight_LE = exp(shifted_LE)
+    shifted_DL = x_DL - higher_L[None, :]
+    weight_DL = exp(shifted_DL)
     if ENTROPY:
-        term_LE = weight_LE * tl.maximum(shifted_LE, UNDERFLOW)
+        term_DL = weight_DL * tl.maximum(shifted_DL, UNDERFLOW)
         before_L = tl.fma(total_L, shift_L, weighted_L)  # what the maximum's rise does to (x - maximum)
-        weighted_L = tl.fma(before_L, scale_L, fold_sum(term_LE, LANES, VECTOR))
-    total_L = tl.fma(total_L, scale_L, fold_sum(weight_LE, LANES, VECTOR))
+        weighted_L = tl.fma(before_L, scale_L, fold_rows(term_DL, DEPTH, LANES))
+    total_L = tl.fma(total_L, scale_L, fold_rows(weight_DL, DEPTH, LANES))
     return higher_L, total_L, weighted_L
 
 
@@ -57,7 +57,7 @@ def _partials_kernel(
     logits, ids, maximum, total, weighted, selected,
     row_stride, column_stride, columns, first, blocks, temperature, reciprocal,
     BLOCK: tl.constexpr, ROW_MULTIPLE: tl.constexpr, SCALED: tl.constexpr, ENTROPY: tl.constexpr,
-    LANES: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
+    LANES: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One (row, block) a program, blocks of a row side by side. columns: how many of the shard count.
 
@@ -69,26 +69,26 @@ def _partials_kernel(
     row = (program // blocks).to(tl.int64)
     logits += tl.multiple_of(row * row_stride, ROW_MULTIPLE)
 
-    tile: tl.constexpr = LANES * VECTOR
-    column_LE = (tl.arange(0, LANES) * VECTOR)[:, None] + tl.arange(0, VECTOR)[None, :]
+    tile: tl.constexpr = LANES * DEPTH
+    column_DL = (tl.arange(0, DEPTH) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
     start = logits + begin * column_stride
-    offset_LE = column_LE.to(tl.int64) * column_stride
+    offset_DL = column_DL.to(tl.int64) * column_stride
     count = tl.maximum(tl.minimum(columns - begin, BLOCK), 0).to(tl.int32)
     maximum_L = tl.full((LANES,), LOWEST, tl.float32)
     total_L = tl.zeros((LANES,), tl.float32)
     weighted_L = tl.zeros((LANES,), tl.float32)
     for index in tl.range(0, count // tile, num_stages=STAGES):
-        x_LE = tl.load(start + index * (tile * column_stride.to(tl.int64)) + offset_LE).to(tl.float32)
+        x_DL = tl.load(start + index * (tile * tl.cast(column_stride, tl.int64)) + offset_DL).to(tl.float32)
         if SCALED:
-            x_LE = divided(x_LE, temperature, reciprocal)
-        maximum_L, total_L, weighted_L = _absorb(maximum_L, total_L, weighted_L, x_LE, LANES, VECTOR, ENTROPY)
+            x_DL = divided(x_DL, temperature, reciprocal)
+        maximum_L, total_L, weighted_L = _absorb(maximum_L, total_L, weighted_L, x_DL, LANES, DEPTH, ENTROPY)
     done = count // tile * tile
     if done < count:
-        tail = start + done.to(tl.int64) * column_stride + offset_LE
-        x_LE = tl.load(tail, mask=column_LE < count - done, other=-float("inf")).to(tl.float32)
+        tail = start + done.to(tl.int64) * column_stride + offset_DL
+        x_DL = tl.load(tail, mask=column_DL < count - done, other=-float("inf")).to(tl.float32)
         if SCALED:
-            x_LE = divided(x_LE, temperature, reciprocal)
-        maximum_L, total_L, weighted_L = _absorb(maximum_L, total_L, weighted_L, x_LE, LANES, VECTOR, ENTROPY)
+            x_DL = divided(x_DL, temperature, reciprocal)
+        maximum_L, total_L, weighted_L = _absorb(maximum_L, total_L, weighted_L, x_DL, LANES, DEPTH, ENTROPY)
 
     highest = tl.max(maximum_L, axis=0)
     shift_L = tl.maximum(maximum_L - highest, LOWEST)
@@ -109,43 +109,64 @@ def _partials_kernel(
     tl.store(selected + row, logit, mask=here | nowhere)
 
 
+@triton.jit
+def _slope(
+    x_DL, selected_DL, maximum, log_total, entropy, g, h, temperature, reciprocal,
+    SCALED: tl.constexpr, OF_LOGPROB: tl.constexpr, OF_ENTROPY: tl.constexpr,
+):  # fmt: skip
+    """(g [selected] - p (g + h (log p + entropy))) / temperature, float32."""
+    if SCALED:
+        x_DL = divided(x_DL, temperature, reciprocal)
+    logprob_DL = (x_DL - maximum) - log_total
+    slope_DL = -exp(logprob_DL)
+    if OF_ENTROPY:
+        slope_DL *= tl.fma(tl.maximum(logprob_DL, UNDERFLOW) + entropy, h, g)
+    else:
+        slope_DL *= g
+    if OF_LOGPROB:
+        slope_DL += tl.where(selected_DL, g, 0.0)
+    return slope_DL * reciprocal if SCALED else slope_DL
+
+
 @triton.jit(do_not_specialize=["columns", "vocab"])
 def _gradient_kernel(
     logits, ids, maximum, log_total, entropy, of_logprob, of_entropy, gradient,
     row_stride, column_stride, gradient_row_stride, gradient_column_stride, columns, vocab, tiles,
     temperature, reciprocal,
     ROW_MULTIPLE: tl.constexpr, SCALED: tl.constexpr, OF_LOGPROB: tl.constexpr, OF_ENTROPY: tl.constexpr,
-    LANES: tl.constexpr, VECTOR: tl.constexpr,
+    LANES: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one row a program: (g [column = id] - p (g + h (log p + entropy))) / temperature; padding gets 0."""
+    """One tile of one row a program; columns from vocab on get 0."""
     program = tl.program_id(0)
     row = (program // tiles).to(tl.int64)
-    column_LE = (tl.arange(0, LANES) * VECTOR)[:, None] + tl.arange(0, VECTOR)[None, :]
-    column_LE = (program % tiles).to(tl.int64) * (LANES * VECTOR) + column_LE
-    place = tl.multiple_of(row * row_stride, ROW_MULTIPLE)
-    x_LE = tl.load(logits + place + column_LE * column_stride, mask=column_LE < vocab, other=-float("inf"))
-    x_LE = x_LE.to(tl.float32)
-    if SCALED:
-        x_LE = divided(x_LE, temperature, reciprocal)
-    logprob_LE = (x_LE - tl.load(maximum + row)) - tl.load(log_total + row)
-    probability_LE = exp(logprob_LE)
-    if OF_LOGPROB:
-        g = tl.load(of_logprob + row)
+    begin = (program % tiles) * (LANES * DEPTH)
+    column_DL = (tl.arange(0, DEPTH) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
+    place_DL = begin.to(tl.int64) + column_DL
+    logits += tl.multiple_of(row * row_stride, ROW_MULTIPLE)
+    gradient += tl.multiple_of(row * gradient_row_stride, ROW_MULTIPLE)
+    from_DL = logits + place_DL * column_stride
+    to_DL = gradient + place_DL * gradient_column_stride
+
+    selected_DL = column_DL == (tl.load(ids + row) - begin).to(tl.int32)
+    g = tl.load(of_logprob + row) if OF_LOGPROB else 0.0
+    h = tl.load(of_entropy + row) if OF_ENTROPY else 0.0
+    mean = tl.load(entropy + row) if OF_ENTROPY else 0.0
+    highest = tl.load(maximum + row)
+    log_sum = tl.load(log_total + row)
+    if begin + LANES * DEPTH <= vocab:
+        x_DL = tl.load(from_DL).to(tl.float32)
+        slope_DL = _slope(
+            x_DL, selected_DL, highest, log_sum, mean, g, h, temperature, reciprocal, SCALED, OF_LOGPROB, OF_ENTROPY
+        )
+        tl.store(to_DL, slope_DL.to(gradient.dtype.element_ty))
     else:
-        g = 0.0
-    if OF_ENTROPY:
-        above_LE = tl.maximum(logprob_LE, UNDERFLOW) + tl.load(entropy + row)
-        found_LE = -probability_LE * tl.fma(above_LE, tl.load(of_entropy + row), g)
-    else:
-        found_LE = -probability_LE * g
-    if OF_LOGPROB:
-        found_LE += tl.where(column_LE == tl.load(ids + row), g, 0.0)
-    if SCALED:
-        found_LE = found_LE * reciprocal
-    found_LE = tl.where(column_LE < vocab, found_LE, 0.0)
-    place = tl.multiple_of(row * gradient_row_stride, ROW_MULTIPLE)
-    to_LE = gradient + place + column_LE * gradient_column_stride
-    tl.store(to_LE, found_LE.to(gradient.dtype.element_ty), mask=column_LE < columns)
+        counts_DL = column_DL < vocab - begin
+        x_DL = tl.load(from_DL, mask=counts_DL, other=-float("inf")).to(tl.float32)
+        slope_DL = _slope(
+            x_DL, selected_DL, highest, log_sum, mean, g, h, temperature, reciprocal, SCALED, OF_LOGPROB, OF_ENTROPY
+        )
+        slope_DL = tl.where(counts_DL, slope_DL, 0.0)  # of a row with NaN, too
+        tl.store(to_DL, slope_DL.to(gradient.dtype.element_ty), mask=column_DL < columns - begin)
 
 
 def partials(
@@ -175,7 +196,7 @@ def partials(
                 logits, ids, sums[0], sums[1], sums[-1], selected,
                 row_stride, column_stride, columns, first, blocks, *_scale(temperature),
                 BLOCK=vocab_block, ROW_MULTIPLE=_multiple(row_stride), SCALED=temperature != 1, ENTROPY=entropy,
-                LANES=launch.lanes, VECTOR=launch.vector, STAGES=launch.stages, num_warps=launch.warps, **FUSION,
+                LANES=launch.lanes, DEPTH=launch.depth, STAGES=launch.stages, num_warps=launch.warps, **FUSION,
             )  # fmt: skip
     return sums[0], sums[1], sums[2] if entropy else None, selected
 
@@ -196,7 +217,7 @@ def gradient(
     upstream gradients, float32 [N]; none: zero.
     """
     rows, columns = logits.shape
-    tiles = triton.cdiv(columns, launch.lanes * launch.vector)
+    tiles = triton.cdiv(columns, launch.lanes * launch.depth)
     _require_grid(rows * tiles)
     found = torch.empty_like(logits)  # transposed logits get a transposed gradient, overlapping ones a plain one
     maximum, log_total, entropy = merged
@@ -209,7 +230,7 @@ def gradient(
                 *logits.stride(), *found.stride(), columns, vocab, tiles, *_scale(temperature),
                 ROW_MULTIPLE=min(_multiple(logits.stride(0)), _multiple(found.stride(0))), SCALED=temperature != 1,
                 OF_LOGPROB=of_logprob is not None, OF_ENTROPY=of_entropy is not None,
-                LANES=launch.lanes, VECTOR=launch.vector, num_warps=launch.warps, **FUSION,
+                LANES=launch.lanes, DEPTH=launch.depth, num_warps=launch.warps, **FUSION,
             )  # fmt: skip
     return found
 
