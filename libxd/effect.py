@@ -1,26 +1,26 @@
 """What a change did to one side: the same side of two attempts, token by token. Printed, never stored in an attempt.
 
 All attempts of an experiment score the same frozen tokens, so the difference of one side's logprobs between two of
-them is the effect of what was changed between them, whatever the other side does. The effect of a repeat is the noise
-floor.
+them is the effect of what was changed between them, whatever the other side does: of the intervention alone, where
+both were scored under the same conditions. The effect of a repeat is the noise floor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from libxd import scores
+from libxd import identity, scores
 from libxd.errors import XdError
 from libxd.quantiles import Distribution
 from libxd.rundir import SIDES, Attempt
 from libxd.scores import ScoreFile
 
-#: the parts of identity.json that must agree for two attempts' tokens to be the same ones
+#: what must agree for two attempts' tokens to be the same ones, where their sequences have no digest
 _SAME = ("token_ids", "selected_ids", "cu_seqlens", "active_mask", "num_tokens")
 _P99 = Fraction(99, 100)
 
@@ -38,32 +38,69 @@ class SideEffect:
 
 
 def effect(attempt: Attempt, against: Attempt) -> dict[str, Any]:
-    """The line that `xd-compare --against` prints: both sides' effects."""
+    """The line that `xd-compare --against` prints: both sides' effects, and whether they are the intervention's alone.
+
+    conditions: side -> how they differ (`difference_of_conditions`), null where they are the same.
+    """
+    plans = [each.materialized() for each in (attempt, against)]
     return {
         "schema_version": "xd.effect.v1",
         "attempt": str(attempt),
         "against": str(against),
         **{side: vars(side_effect(attempt, against, side)) for side in SIDES},
+        "conditions": {side: difference_of_conditions(*plans, side) for side in SIDES},
     }
 
 
 def side_effect(attempt: Attempt, against: Attempt, side: str) -> SideEffect:
     """One side of `attempt` against the same side of `against`.
 
-    XdError 65 when they scored other tokens or the files' arrays cannot be laid beside one another, 66 when one is
+    XdError 65 when they scored another identity or the files' arrays cannot be laid beside one another, 66 when one is
     missing.
     """
-    identities = [a.identity()["sequences"] for a in (attempt, against)]
-    for name in _SAME:
-        if identities[0][name] != identities[1][name]:
-            raise XdError("the two attempts scored other tokens and cannot be set side by side", code="other-tokens",
-                          where=str(attempt), path=f"/identity.json/sequences/{name}", found=identities[0][name],
-                          expected=f"{identities[1][name]} as in {against}")  # fmt: skip
-    ours, theirs = (_scores(a, side, identities[0]["num_tokens"]) for a in (attempt, against))
-    if ours.tokens != theirs.tokens:
-        raise XdError("the two attempts hold other numbers of tokens", code="other-tokens", where=str(ours.path),
-                      found=ours.tokens, expected=theirs.tokens)  # fmt: skip
-    return _measure(ours, theirs)
+    ours, theirs = attempt.identity(), against.identity()
+    _require_same(attempt, against, ours["sequences"], theirs["sequences"], _SAME, "tokens", "/identity.json/sequences")
+    pinned = [identity.pinned(found) for found in (ours, theirs)]
+    _require_same(attempt, against, *pinned, pinned[0].keys() | pinned[1].keys(), "identity", "/identity.json")
+    files = [_scores(a, side, ours["sequences"]["num_tokens"]) for a in (attempt, against)]
+    if files[0].tokens != files[1].tokens:
+        raise XdError("the two attempts hold other numbers of tokens", code="other-tokens", where=str(files[0].path),
+                      found=files[0].tokens, expected=files[1].tokens)  # fmt: skip
+    return _measure(*files)
+
+
+def _require_same(
+    attempt: Attempt, against: Attempt, ours: Mapping[str, Any], theirs: Mapping[str, Any], names: Iterable[str],
+    what: str, place: str,
+) -> None:  # fmt: skip
+    for name in sorted(names):
+        if ours.get(name) != theirs.get(name):
+            raise XdError(f"the two attempts scored other {what} and cannot be set side by side", code=f"other-{what}",
+                          where=str(attempt), path=f"{place}/{name}", found=ours.get(name),
+                          expected=f"{theirs.get(name)} as in {against}")  # fmt: skip
+
+
+def conditions(materialized: Mapping[str, Any], side: str) -> dict[str, Any]:
+    """What one side was scored with, beside the knobs: where it differs, an effect is not the intervention's alone.
+
+    The operator belongs to the knobs (logp.backend); only another build of the same one is another condition.
+    """
+    record = materialized["sides"][side]
+    return {
+        "strict": materialized["strict"],
+        **{name: record[name] for name in ("runtime", "scorer", "environment")},
+    }
+
+
+def difference_of_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any], side: str) -> str | None:
+    """How two materialisations' conditions of a side differ, in a few words; None: they are the same."""
+    mine, other = (conditions(value, side) for value in (ours, theirs))
+    changed = [name for name in mine if mine[name] != other[name]]
+    operators = [value["sides"][side]["operator"] for value in (ours, theirs)]
+    if operators[0]["backend"] == operators[1]["backend"]:
+        builds = [{name: operator[name] for name in ("version", "build")} for operator in operators]
+        changed += ["operator's build"] if builds[0] != builds[1] else []
+    return f"another {' and '.join(changed)}" if changed else None
 
 
 def _scores(attempt: Attempt, side: str, tokens: int | None) -> ScoreFile:

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import Any
 
 from libxd import canon, contract, knobs
-from libxd.effect import SideEffect, floor, side_effect, standing
+from libxd.effect import SideEffect, difference_of_conditions, floor, side_effect, standing
 from libxd.errors import XdError
 from libxd.rundir import SIDES, Attempt
 
@@ -26,7 +26,7 @@ CLAIMS = {
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """One attempt, or a plan's row without one.
 
@@ -41,9 +41,14 @@ class Row:
     effects: list[tuple[str, SideEffect, str]] = field(default_factory=list)  # side, effect, its standing
 
     @property
+    def is_baseline(self) -> bool:
+        """Whether nothing is changed: the baseline, or a repeat of it."""
+        return not self.requested["intervention"]
+
+    @property
     def changed(self) -> str:
         """What the case changes against the baseline."""
-        if self.requested["intervention"]:
+        if not self.is_baseline:
             return ", ".join(map(_change, self.requested["intervention"]))
         repeat, submission = self.requested["repeat"], self.requested["submission"]
         name = "baseline" if not repeat else f"baseline repeat {repeat}"
@@ -57,12 +62,20 @@ class Row:
 
 
 @dataclass
+class Floors:
+    """The noise floors beside one baseline: side -> floor, from so many repeats of it."""
+
+    baseline: Row
+    repeats: int
+    sides: dict[str, tuple[float, float]]
+
+
+@dataclass
 class Table:
-    """The rows of one experiment under one contract, in the order given. floors: side -> noise floor, or None."""
+    """The rows of one experiment under one contract, in the order given; a baseline's floors where it was repeated."""
 
     rows: list[Row]
-    floors: dict[str, tuple[float, float] | None] = field(default_factory=dict)
-    repeats: int = 0
+    floors: list[Floors] = field(default_factory=list)
 
 
 def read(attempt: Attempt) -> Row:
@@ -107,32 +120,67 @@ def tables(rows: list[Row]) -> list[Table]:
 
 
 def _with_effects(rows: list[Row]) -> Table:
-    table = Table(rows)
-    judged = [row for row in rows if row.comparison is not None]
-    baseline = next((row for row in judged if not row.requested["intervention"] and not row.requested["repeat"]), None)
-    if baseline is None:
-        return table
-    seen: dict[int, dict[str, SideEffect]] = {}
-    for row in judged:
-        if row is not baseline:
-            seen[id(row)] = _effects(row, baseline)
-    repeats = [seen[id(row)] for row in judged if id(row) in seen and not row.requested["intervention"]]
-    table.repeats = len(repeats)
-    table.floors = {side: floor([effects[side] for effects in repeats if side in effects]) for side in SIDES}
-    for row in judged:
+    """Each side of a row beside the first baseline that was scored under the same conditions.
+
+    An INVALID attempt has no effect and is no baseline; a further attempt at the baseline is no repeat.
+    """
+    sound = [row for row in rows if row.comparison is not None and not row.verdict.startswith("INVALID")]
+    baselines = [row for row in sound if row.is_baseline and not row.requested["repeat"]]
+    invalid = [row.verdict for row in rows if row.is_baseline and row not in baselines and row.comparison is not None]
+    found: dict[int, list[tuple[Row, dict[str, SideEffect]]]] = {}
+    for row in sound:
+        found[id(row)] = _effects(row, baselines, invalid)
+    table = Table(rows, [floors for each in baselines if (floors := _floors(each, sound, found))])
+    noise = {id(floors.baseline): floors.sides for floors in table.floors}
+    for row in sound:
         row.effects = [
-            (side, measured, standing(measured, table.floors[side])) for side, measured in seen.get(id(row), {}).items()
+            (side, measured, standing(measured, noise.get(id(baseline), {}).get(side)))
+            for baseline, sides in found[id(row)]
+            for side, measured in sides.items()
         ]
     return table
 
 
-def _effects(row: Row, baseline: Row) -> dict[str, SideEffect]:
-    assert row.attempt is not None and baseline.attempt is not None  # only what was judged has effects
-    try:
-        return {side: side_effect(row.attempt, baseline.attempt, side) for side in row.sides}
-    except XdError as error:
-        row.reason = "; ".join(filter(None, (row.reason, f"no effect: {error.issues[0].message}")))
-        return {}
+def _effects(row: Row, baselines: list[Row], invalid: list[str]) -> list[tuple[Row, dict[str, SideEffect]]]:
+    """(baseline, side -> effect), a side at a time; why there is none goes into the row's reason."""
+    effects: list[tuple[Row, dict[str, SideEffect]]] = []
+    why: list[str] = []
+    others = [other for other in baselines if other is not row]
+    for side in row.sides:
+        reasons = [_why_not_beside(row, other, side) for other in others]
+        if None in reasons:
+            baseline = others[reasons.index(None)]
+            try:
+                effects.append((baseline, {side: side_effect(_attempt(row), _attempt(baseline), side)}))
+            except XdError as error:
+                why.append(error.issues[0].message)
+        elif row not in baselines:
+            why += [f"{side}: the baseline was scored with {reason}" for reason in reasons[:1]]
+            why += [f"the baseline is {verdict}" for verdict in invalid[:1] if not reasons]
+    row.reason = "; ".join(dict.fromkeys(filter(None, (row.reason, *(f"no effect: {text}" for text in why)))))
+    return effects
+
+
+def _why_not_beside(row: Row, baseline: Row, side: str) -> str | None:
+    ours, theirs = (_attempt(each).materialized() for each in (row, baseline))
+    return difference_of_conditions(theirs, ours, side)
+
+
+def _floors(baseline: Row, rows: list[Row], found: dict[int, list[tuple[Row, dict[str, SideEffect]]]]) -> Floors | None:
+    """From the effects of this baseline's repeats; None without any."""
+    repeats = [
+        [sides for beside, sides in found[id(row)] if beside is baseline]
+        for row in rows
+        if row.is_baseline and row.requested["repeat"]
+    ]
+    measured = {side: floor([sides[side] for each in repeats for sides in each if side in sides]) for side in SIDES}
+    known = {side: noise for side, noise in measured.items() if noise}
+    return Floors(baseline, sum(map(bool, repeats)), known) if known else None
+
+
+def _attempt(row: Row) -> Attempt:
+    assert row.attempt is not None  # what was judged has one
+    return row.attempt
 
 
 # -- as text
@@ -208,15 +256,15 @@ def _name(row: Row, rows: list[Row]) -> str:
 
 
 def _legend(table: Table) -> list[str]:
-    floors = [f"{side} mean {_number(f[0])}, max {_number(f[1])}" for side, f in table.floors.items() if f]
-    if floors:
-        times = "1 repeat" if table.repeats == 1 else f"{table.repeats} repeats"
-        noise = f"Noise floor ({times} of the baseline): {'; '.join(floors)}."
-    else:
-        noise = "Noise floor: not measured (no repeat of the baseline; xd-plan --repeats 1 plans one)."
+    noise = []
+    for floors in table.floors:
+        times = "1 repeat" if floors.repeats == 1 else f"{floors.repeats} repeats"
+        of = "the baseline" if len(table.floors) == 1 else f"baseline {_attempt(floors.baseline).attempt_id}"
+        values = [f"{side} mean {_number(f[0])}, max {_number(f[1])}" for side, f in floors.sides.items()]
+        noise.append(f"Noise floor ({times} of {of}): {'; '.join(values)}.")
     return [
         "In nats, over active tokens. Effect: |logprob here - logprob of the baseline|, same tokens, same side.",
-        noise,
+        *(noise or ["Noise floor: not measured (no repeat of the baseline; xd-plan --repeats 1 plans one)."]),
     ]
 
 

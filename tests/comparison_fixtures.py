@@ -31,10 +31,12 @@ def scored(
     source: str = "ws1",
     dtype: str = "float32",
     strict: bool = True,
+    rollout_environment: dict[str, Any] | None = None,
 ) -> Attempt:
     """A new attempt under `root` with both score files. rollout, training: float32 [T]; active: all, by default.
 
     dtype: whose threshold of contract `source` judges it. lengths: of the sequences; one of all tokens, by default.
+    rollout_environment: what of the rollout side's environment is another than the fixtures'.
     """
     tokens = rollout.size
     arrays = {
@@ -43,7 +45,8 @@ def scored(
         "cu_seqlens": np.cumsum((0, *(lengths or (tokens,))), dtype=np.int64),
     }
     row = _row(arrays, change, repeat, source, dtype, strict)
-    materialized = materialize.materialized(row, materialize_fixtures.policy(), materialize_fixtures.environments())
+    environments = materialize_fixtures.environments(**(rollout_environment or {}))
+    materialized = materialize.materialized(row, materialize_fixtures.policy(), environments)
     attempt = RunDirectory(root, row["experiment_id"]).new_attempt(row["case_id"])
     attempt.write_json("requested.json", row)
     attempt.write_json("materialized.json", materialized)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
-from comparison_fixtures import floats, rewrite_score, scored
+from comparison_fixtures import floats, rewrite_json, rewrite_score, scored
+from materialize_fixtures import environments, policy, row
 
-from libxd import effect, schema, scores
+from libxd import effect, materialize, schema, scores
 from libxd.effect import SideEffect
 from libxd.errors import Status, XdError
 
@@ -47,6 +49,51 @@ def test_other_tokens_cannot_be_set_side_by_side(tmp_path: Path) -> None:
         with pytest.raises(XdError, match="other tokens") as caught:
             effect.effect(other, base)
         assert caught.value.status == Status.INVALID
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [("checkpoint", {"digest": "0" * 64}), ("semantics", {"temperature": 0.5}), ("tokenizer", {"policy": "plain"})],
+)
+def test_another_identity_cannot_be_set_side_by_side(tmp_path: Path, part: str, value: dict) -> None:
+    base, other = (scored(tmp_path, floats(-1, -2), floats(-1, -2)) for _ in range(2))
+    rewrite_json(other, "identity.json", **{part: other.identity()[part] | value})
+    with pytest.raises(XdError, match="other identity") as caught:
+        effect.effect(other, base)
+    assert caught.value.path == f"/identity.json/{part}"
+
+
+def test_other_conditions_are_said(tmp_path: Path) -> None:
+    base = scored(tmp_path, floats(-1, -2), floats(-1, -2))
+    there = {"python": "3.13.0"}
+    other = scored(tmp_path, floats(-1, -2), floats(-1, -2), rollout_environment=there, change=("batch.size", 1))
+    found = schema.validate("effect", effect.effect(other, base), "effect")
+    assert found["conditions"] == {"rollout": "another environment", "training": None}
+    assert effect.effect(other, other)["conditions"] == {"rollout": None, "training": None}
+
+
+def test_the_conditions_of_a_side() -> None:
+    plan = materialize.materialized(row(), policy(), environments())
+
+    def changed(*names: str, to: object) -> dict:
+        value = copy.deepcopy(plan)
+        place = value
+        for name in names[:-1]:
+            place = place[name]
+        place[names[-1]] = to
+        return value
+
+    rollout = ("sides", "rollout")
+    for where, said in [
+        (("strict",), "another strict"),
+        ((*rollout, "runtime"), "another runtime"),
+        ((*rollout, "scorer"), "another scorer"),
+        ((*rollout, "environment"), "another environment"),
+        ((*rollout, "operator", "build"), "another operator's build"),
+    ]:
+        assert effect.difference_of_conditions(changed(*where, to="other"), plan, "rollout") == said
+    for where in [(*rollout, "operator", "backend"), (*rollout, "knobs"), ("sides", "training", "environment")]:
+        assert effect.difference_of_conditions(changed(*where, to="other"), plan, "rollout") is None
 
 
 def test_a_score_file_of_another_form_is_an_error(tmp_path: Path) -> None:

@@ -140,7 +140,70 @@ def test_a_baseline_that_cannot_be_laid_beside_leaves_a_note(tmp_path: Path) -> 
     other = judged(tmp_path, BASE, BASE, change=("rollout.dtype", "float16"))
     lines = text(baseline, other)
     assert row(lines, "baseline")[2] == "-", "no counts without arrays"
-    assert any("no effect: scores of another form" in line for line in lines)
+    assert row(lines, "rollout.dtype=float16")[-4:] == ["-"] * 4
+    assert any("no effect: the baseline is INVALID_ARTIFACT" in line for line in lines)
+
+
+def test_an_invalid_attempt_has_no_effect_and_is_no_baseline(tmp_path: Path) -> None:
+    """Its numbers are those of other tokens or weights, however near they lie."""
+
+    def invalid(**options) -> Attempt:
+        attempt = scored(tmp_path, BASE, BASE, **options)
+        rewrite_score(attempt, "training", token_ids=np.array([5, 6, 7, 8], np.int32))
+        comparison.compare(attempt)
+        return attempt
+
+    bad, bad_repeat, bad_case = invalid(), invalid(repeat=1), invalid(change=("rollout.dtype", "float16"))
+    good = judged(tmp_path, BASE + np.float32(1), BASE)
+    case = judged(tmp_path, BASE, BASE, change=("rollout.dtype", "bfloat16"))
+    lines = text(bad, bad_repeat, bad_case, good, case)
+    assert row(lines, "rollout.dtype=bfloat16")[-4:] == ["rollout", "1.00", "1.00", "?"]
+    assert row(lines, "rollout.dtype=float16")[-4:] == ["-"] * 4
+    assert "Noise floor: not measured" in " ".join(lines)
+    lines = text(bad, case)
+    assert row(lines, "rollout.dtype=bfloat16")[-4:] == ["-"] * 4
+    assert any("no effect: the baseline is INVALID_IDENTITY" in line for line in lines)
+
+
+THERE = {"python": "3.13.0"}
+
+
+def test_an_effect_is_not_that_of_another_environment(tmp_path: Path) -> None:
+    """Another machine's rollout beside this one's baseline: no effect on that side, the other side has its own."""
+    here = judged(tmp_path, BASE, BASE)
+    repeat = judged(tmp_path, BASE, BASE, repeat=1)
+    there = judged(tmp_path, BASE + np.float32(1), BASE, change=("batch.size", 1), rollout_environment=THERE)
+    lines = text(here, repeat, there)
+    assert row(lines, "batch.size=1")[-4:] == ["training", "0", "0", "0"]
+    assert any("no effect: rollout: the baseline was scored with another environment" in line for line in lines)
+    assert "above" not in " ".join(lines)
+
+
+def test_each_environment_has_its_baseline_and_its_floor(tmp_path: Path) -> None:
+    moved = np.float32(1)
+    attempts = [
+        judged(tmp_path, BASE, BASE),
+        judged(tmp_path, BASE + moved, BASE, rollout_environment=THERE),
+        judged(tmp_path, BASE + moved + np.float32(0.5), BASE, repeat=1, rollout_environment=THERE),
+        judged(tmp_path, BASE + moved, BASE, change=("rollout.dtype", "float16"), rollout_environment=THERE),
+        judged(tmp_path, BASE + np.float32(0.25), BASE, change=("rollout.enforce_eager", False)),
+    ]
+    lines = text(*attempts)
+    assert row(lines, "rollout.dtype=float16")[-4:] == ["rollout", "0", "0", "0"]
+    assert row(lines, "rollout.enforce_eager=false")[-4:] == ["rollout", "0.250", "0.250", "?"]
+    assert row(lines, "baseline repeat 1")[-4:] != ["rollout", "1.50", "1.50", "within"]
+    assert any(line.startswith("Noise floor (1 repeat of baseline a0002): rollout mean 0.500") for line in lines)
+
+
+def test_a_second_attempt_at_the_baseline_is_no_repeat(tmp_path: Path) -> None:
+    """Its difference is no noise of one process: it may have been another day, machine or build."""
+    lines = text(
+        judged(tmp_path, BASE, BASE),
+        judged(tmp_path, BASE + np.float32(1), BASE),
+        judged(tmp_path, BASE + np.float32(0.5), BASE, change=("rollout.dtype", "float16")),
+    )
+    assert row(lines, "rollout.dtype=float16")[-1] == "?"
+    assert "Noise floor: not measured" in " ".join(lines)
 
 
 def test_two_attempts_at_one_case_are_told_apart(tmp_path: Path) -> None:
