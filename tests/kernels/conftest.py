@@ -64,9 +64,30 @@ def _let_dot_take_bfloat16() -> None:
     interpreter.InterpreterBuilder.create_dot = patched
 
 
+def _let_bfloat16_be_rounded() -> None:
+    """Triton 3.6's interpreter cuts float32 off where a GPU rounds to the nearest bfloat16, to even on a tie."""
+    import numpy as np
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def patched(self, src, dst_type):
+        if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, src, dst_type)
+        bits = np.ascontiguousarray(src.data).view(np.uint32)
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return interpreter.TensorHandle(
+            np.where(np.isnan(src.data), bits >> 16 | 0x40, nearest).astype(np.uint16), dst_type.scalar
+        )
+
+    interpreter.InterpreterBuilder.cast_impl = patched
+
+
 if INTERPRETED and can_run():
     _let_tensors_bound_loops()
     _let_dot_take_bfloat16()
+    _let_bfloat16_be_rounded()
 
 
 @pytest.fixture(scope="session")
