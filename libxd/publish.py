@@ -1,13 +1,15 @@
 """Files appear whole under their final name or not at all, and are never replaced.
 
 A temporary name in the same directory, written, flushed and fsynced, is linked to the final name; link(2) fails when
-that exists, so of two writers the first wins and the second learns whether it would have written the same.
+that exists, so of two writers the first wins and the second learns whether it would have written the same. What stands
+there already is compared as it would be written, and nothing is: so an archive that is only read can be judged again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,13 +27,16 @@ def publish(path: str | os.PathLike[str], data: bytes | Iterable[bytes | memoryv
     XdError 73 when other bytes stand there (they are kept), 73 too when the directory cannot be written or is full.
     """
     path = Path(path)
-    with _system_errors(path), temporary(path) as file:
-        if isinstance(data, (bytes, bytearray)):
-            file.write(data)
-        else:
-            for chunk in data:
+    chunks = (data,) if isinstance(data, bytes | bytearray) else data
+    with _system_errors(path):
+        if os.path.lexists(path):
+            if _holds(path, chunks):
+                return False
+            raise _differs(path)
+        with temporary(path) as file:
+            for chunk in chunks:
                 file.write(chunk)
-        return commit(file, path)
+            return commit(file, path)
 
 
 def publish_json(path: str | os.PathLike[str], schema_name: str, value: Any) -> bool:
@@ -59,15 +64,10 @@ def commit(file: BinaryIO, path: Path) -> bool:
     try:
         os.link(file.name, path, follow_symlinks=False)
     except FileExistsError:
-        if _same(file, path):
+        file.seek(0)
+        if _holds(path, iter(lambda: file.read(_BLOCK), b"")):
             return False
-        raise XdError(
-            "the output exists with other content and was kept",
-            status=Status.CONFLICT,
-            code="output-differs",
-            where=str(path),
-            hint="two runs that should agree did not; compare them, or take a new attempt",
-        ) from None
+        raise _differs(path) from None
     sync_directory(path.parent)
     return True
 
@@ -102,20 +102,31 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _same(file: BinaryIO, path: Path) -> bool:
-    """Whether the regular file at `path` (no symlink is followed) holds what was just written."""
+def _holds(path: Path, chunks: Iterable[bytes | memoryview]) -> bool:
+    """Whether the regular file at `path` (no symlink is followed) holds just these bytes."""
     try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            return False
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return False
-    with open(descriptor, "rb") as other:
-        if os.fstat(other.fileno()).st_size != os.fstat(file.fileno()).st_size:
-            return False
-        file.seek(0)
-        while block := file.read(_BLOCK):
-            if block != other.read(len(block)):
-                return False
-    return True
+    with open(descriptor, "rb") as file:
+        for chunk in chunks:
+            for start in range(0, len(block := memoryview(chunk).cast("B")), _BLOCK):
+                part = block[start : start + _BLOCK]
+                if file.read(len(part)) != part:
+                    return False
+        return not file.read(1)
+
+
+def _differs(path: Path) -> XdError:
+    return XdError(
+        "the output exists with other content and was kept",
+        status=Status.CONFLICT,
+        code="output-differs",
+        where=str(path),
+        hint="two runs that should agree did not; compare them, or take a new attempt",
+    )
 
 
 @contextlib.contextmanager

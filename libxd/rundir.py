@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from libxd import publish, schema, strictjson
-from libxd.errors import Status, XdError
+from libxd.errors import Status, XdError, of_exception
 
 SIDES = ("rollout", "training")
 
@@ -95,10 +95,14 @@ class Attempt:
         ):
             if not pattern.match(name):
                 raise XdError(f"not an attempt directory: bad {what} id", code="bad-id", where=str(path), found=name)
-        for place in (absolute, absolute.parent):
-            if place.is_symlink():
-                raise XdError("an attempt is no symlink", code="symlink", where=str(place))
-        if not absolute.is_dir():
+        try:
+            for place in (absolute, absolute.parent):
+                if place.is_symlink():
+                    raise XdError("an attempt is no symlink", code="symlink", where=str(place))
+            found = absolute.is_dir()
+        except OSError as error:  # a name too long, a folder that may not be entered
+            raise of_exception(error, str(path)) from error
+        if not found:
             raise XdError("no such attempt", status=Status.MISSING, code="missing", where=str(path))
         return attempt
 
@@ -220,12 +224,7 @@ class RunDirectory:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise XdError(
-                f"cannot be read: {error.strerror}",
-                status=Status.MISSING,
-                code="unreadable",
-                where=str(self.case(case_id)),
-            ) from error
+            raise of_exception(error, str(self.case(case_id))) from error
         for entry in sorted(entries, key=lambda e: int(e.name[1:]), reverse=True):
             if entry.is_dir(follow_symlinks=False):
                 yield Attempt(entry.path)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from libxd import canon, publish
-from libxd.errors import Status, XdError
+from libxd.errors import Status, XdError, of_exception
 from libxd.records import Case, digest
 from libxd.rundir import PAYLOADS, SEAL, SIDES, Attempt
 
@@ -91,15 +91,18 @@ def _names(attempt: Attempt) -> list[str]:
     try:
         return sorted(name for name in os.listdir(attempt.path) if not name.startswith(publish.TEMPORARY_PREFIX))
     except OSError as error:
-        raise XdError(f"cannot be read: {error.strerror}", status=Status.MISSING, code="unreadable",
-                      where=str(attempt)) from error  # fmt: skip
+        raise of_exception(error, str(attempt)) from error
 
 
 def _set_problems(attempt: Attempt, names: list[str], wanted: tuple[str, ...]) -> list[Problem]:
     """Names too few or too many, and what is no regular file."""
     problems = [Problem(name, "missing") for name in wanted if name not in names]
     for name in names:
-        mode = os.lstat(attempt.file(name)).st_mode
+        try:
+            mode = os.lstat(attempt.file(name)).st_mode
+        except OSError as error:
+            problems.append(Problem(name, "unreadable", error.strerror or str(error)))
+            continue
         if stat.S_ISLNK(mode):
             problems.append(Problem(name, "symlink"))
         elif name not in wanted:
@@ -114,8 +117,7 @@ def _facts(attempt: Attempt, name: str) -> dict[str, Any]:
     try:
         return {"blake3": canon.digest_file(path), "bytes": os.path.getsize(path)}
     except OSError as error:
-        raise XdError(f"cannot be read: {error.strerror}", status=Status.MISSING, code="unreadable",
-                      where=str(path)) from error  # fmt: skip
+        raise of_exception(error, str(path)) from error
 
 
 def _changed(attempt: Attempt, name: str, sealed: dict[str, Any]) -> list[Problem]:

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
-from libxd.errors import Status, XdError, XdErrors
+from libxd.errors import Status, XdError, XdErrors, of_exception
 
 MAX_BYTES = 64 << 20  # of one JSON file or one JSONL row
 MAX_DEPTH = 64
@@ -38,9 +38,7 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> b
     except (IsADirectoryError, NotADirectoryError) as error:
         raise XdError("not a file", status=Status.MISSING, code="missing", where=where) from error
     except OSError as error:
-        raise XdError(
-            f"cannot be read: {error.strerror}", status=Status.MISSING, code="unreadable", where=where
-        ) from error
+        raise of_exception(error, where) from error
     if len(data) > max_bytes:
         raise XdError(
             "file is too large",

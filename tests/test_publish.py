@@ -34,6 +34,34 @@ def test_same_length_and_prefix_do_not_pass_for_identical(tmp_path):
             publish.publish(path, other)
 
 
+@pytest.mark.parametrize("data", [b"one", [b"o", memoryview(b"ne")], [b"", b"one"]])
+def test_what_stands_there_is_only_read(tmp_path, monkeypatch, data):
+    """As in an archive where nothing can be written: an identical output passes, another one is told."""
+    path = tmp_path / "x"
+    publish.publish(path, b"one")
+    monkeypatch.setattr(publish, "temporary", lambda path: pytest.fail("opened a file to write"))
+    assert publish.publish(path, data) is False
+    with pytest.raises(XdError, match="other content"):
+        publish.publish(path, [b"on", b"f"])
+
+
+def test_blocks_are_compared_across_the_chunks_that_they_come_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(publish, "_BLOCK", 4)
+    path = tmp_path / "x"
+    publish.publish(path, bytes(range(23)))
+    assert publish.publish(path, [bytes(range(9)), bytes(range(9, 23))]) is False
+    for other in (bytes(22), bytes(range(22)), bytes(range(24))):
+        with pytest.raises(XdError):
+            publish.publish(path, [other[:9], other[9:]])
+
+
+def test_a_folder_under_the_name_is_told(tmp_path):
+    (tmp_path / "x").mkdir()
+    with pytest.raises(XdError) as caught:
+        publish.publish(tmp_path / "x", b"")
+    assert caught.value.code == "output-differs"
+
+
 def test_nothing_stays_behind_when_the_data_fails(tmp_path):
     def chunks():
         yield b"half"

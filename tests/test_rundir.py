@@ -92,3 +92,9 @@ def test_a_symlink_for_a_file_is_refused(tmp_path):
     with pytest.raises(XdError) as caught:
         attempt.requested()
     assert caught.value.code == "symlink"
+
+
+def test_what_the_system_refuses_to_look_at_is_66(tmp_path):
+    with pytest.raises(XdError) as caught:
+        Attempt.open(tmp_path / ("n" * 300) / "c-0123456789abcdef" / "a0001")
+    assert caught.value.status == Status.MISSING
