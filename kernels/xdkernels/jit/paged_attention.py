@@ -1,0 +1,296 @@
+"""Paged decode attention in Triton: splits of the keys, then their merge. Fixed orders throughout, and no atomics.
+
+Three kernels. The first lists the work, one entry a split of a sequence; the second attends to one split of one
+key-value head an item; the third merges a row's splits. What decides a row's bits is written in the source: splits and
+tiles of keys begin at multiples of their size counted from the first token, sums over keys are kept a lane and folded
+by index at the end of the split, and the merge folds splits by their index in the sequence. How many programs stride
+over the items, and in which order items come, decides nothing.
+
+Arguments whose value or alignment follows the batch (its size, the table's width, where a row begins) are kept out of
+Triton's specialisation, so that one binary serves every batch. Strides and alignment of the cache do specialise:
+16-byte loads need them, and a cache keeps its layout.
+
+Shape suffixes: R query heads of one key-value head, padded to BLOCK_R rows; N the BLOCK_N keys of a tile; D head
+dimension, padded to BLOCK_D; C the BLOCK_C splits that the merge loads at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from xdkernels.paged_attention import Tiling
+
+from .fold import FUSION, LOWEST, fold_sum
+from .launch import multiprocessors, on_device_of
+from .tanh import tanh
+
+#: entries of the work list that a program of the planning kernel handles at a time
+PLAN_BLOCK = 256
+#: splits that the merge loads at a time; part of the arithmetic, hence one constant
+MERGE_BLOCK = 16
+#: rows of a tile of 16-bit operands at least: the matrix instruction's. float32 needs none, and multiplies no padding
+LEAST_ROWS = 16
+
+
+@triton.jit
+def _first_split(length, window, SPLIT: tl.constexpr):
+    """The split that holds the first token within the window."""
+    return tl.maximum(length - window, 0) // SPLIT
+
+
+@triton.jit(
+    do_not_specialize=["batch", "window"],
+    do_not_specialize_on_alignment=["context_lens"],
+)
+def _plan_kernel(context_lens, items, offsets, batch, window, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+    """List the splits of one sequence a program: items[slot] = (sequence, split), offsets[sequence] = its first slot.
+
+    A program adds up the split counts before its own (integers: any order is exact), so that no program waits.
+    """
+    sequence = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    before = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, sequence, BLOCK):
+        valid = first + lanes < sequence
+        lengths = tl.load(context_lens + first + lanes, mask=valid, other=0)
+        before += tl.where(valid, tl.cdiv(lengths, SPLIT) - _first_split(lengths, window, SPLIT), 0)
+    begin = tl.sum(before)
+    length = tl.load(context_lens + sequence)
+    first_split = _first_split(length, window, SPLIT)
+    count = tl.cdiv(length, SPLIT) - first_split
+    tl.store(offsets + sequence, begin)
+    if sequence == batch - 1:
+        tl.store(offsets + batch, begin + count)
+    for first in range(0, count, BLOCK):
+        slots = first + lanes
+        entry = items + (begin + slots).to(tl.int64) * 2
+        tl.store(entry, tl.full((BLOCK,), 0, tl.int32) + sequence, mask=slots < count)
+        tl.store(entry + 1, first_split + slots, mask=slots < count)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "batch", "window"],
+    do_not_specialize_on_alignment=["q", "block_tables", "context_lens"],
+)
+def _split_kernel(
+    q,
+    k_cache,
+    v_cache,
+    block_tables,
+    context_lens,
+    items,
+    offsets,
+    partial,
+    maxima,
+    totals,
+    k_block_stride,
+    k_token_stride,
+    k_head_stride,
+    v_block_stride,
+    v_token_stride,
+    v_head_stride,
+    table_stride,
+    batch,
+    window,
+    scale,
+    softcap,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend to splits: unnormalised output, maximum and sum of exp(x - maximum) of each, float32.
+
+    Items run over key-value heads first, so that heads of the same tokens, neighbours in memory, are read together.
+    """
+    rows = tl.arange(0, BLOCK_R)
+    lanes = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    row_mask = rows < GROUP
+    query_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+    total = tl.load(offsets + batch) * KV_HEADS
+    for item in range(tl.program_id(0), total, tl.num_programs(0)):
+        slot = item // KV_HEADS
+        head = item % KV_HEADS
+        sequence = tl.load(items + slot.to(tl.int64) * 2)
+        split = tl.load(items + slot.to(tl.int64) * 2 + 1)
+        length = tl.load(context_lens + sequence)
+        start = tl.maximum(length - window, 0)
+        begin = tl.maximum(split * SPLIT, start // BLOCK_N * BLOCK_N)
+        end = tl.minimum(split * SPLIT + SPLIT, length)
+        table = block_tables + sequence.to(tl.int64) * table_stride
+        query_rows = (sequence.to(tl.int64) * KV_HEADS + head) * GROUP + rows
+        q_RD = tl.load(q + query_rows[:, None] * HEAD_DIM + dims[None, :], mask=query_mask, other=0.0)
+        k_head = k_cache + head.to(tl.int64) * k_head_stride
+        v_head = v_cache + head.to(tl.int64) * v_head_stride
+
+        m_R = tl.full((BLOCK_R,), LOWEST, tl.float32)
+        s_RN = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+        acc_RD = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+        keys = begin + lanes
+        pages = tl.load(table + keys // PAGE, mask=(keys >= start) & (keys < end), other=0)
+        for first in range(begin, end, BLOCK_N):
+            keys = first + lanes
+            used = (keys >= start) & (keys < end)  # a slot not in use is never read: it may hold anything
+            block = pages.to(tl.int64)
+            token = (keys % PAGE).to(tl.int64)
+            k_offsets = block * k_block_stride + token * k_token_stride
+            v_offsets = block * v_block_stride + token * v_token_stride
+            if BLOCK_D == HEAD_DIM:
+                mask = used[:, None]
+            else:
+                mask = used[:, None] & (dims < HEAD_DIM)[None, :]
+            k_ND = tl.load(k_head + k_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+            v_ND = tl.load(v_head + v_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+            ahead = keys + BLOCK_N  # the next tile's pages, a turn early: its loads need not wait for the table
+            pages = tl.load(table + ahead // PAGE, mask=(ahead >= start) & (ahead < end), other=0)
+
+            x_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision=PRECISION) * scale
+            if SOFTCAP:
+                x_RN = softcap * tanh(x_RN / softcap)
+            x_RN = tl.where(used[None, :], x_RN, float("-inf"))
+            new_R = tl.maximum(m_R, tl.max(x_RN, axis=1))
+            alpha_R = tl.exp(m_R - new_R)
+            p_RN = tl.exp(x_RN - new_R[:, None])
+            s_RN = tl.fma(s_RN, alpha_R[:, None], p_RN)
+            acc_RD = tl.dot(p_RN.to(v_ND.dtype), v_ND, acc_RD * alpha_R[:, None], input_precision=PRECISION)
+            m_R = new_R
+
+        out_rows = (slot.to(tl.int64) * KV_HEADS + head) * GROUP + rows
+        tl.store(maxima + out_rows, m_R, mask=row_mask)
+        tl.store(totals + out_rows, fold_sum(s_RN, BLOCK_R, BLOCK_N), mask=row_mask)
+        tl.store(partial + out_rows[:, None] * HEAD_DIM + dims[None, :], acc_RD, mask=query_mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["out"])
+def _merge_kernel(
+    partial,
+    maxima,
+    totals,
+    offsets,
+    out,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Merge the splits of one query head of one sequence: BLOCK_C at a time in order, folded by index within them."""
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    dims = tl.arange(0, BLOCK_D)
+    lanes = tl.arange(0, BLOCK_C)
+    begin = tl.load(offsets + sequence)
+    end = tl.load(offsets + sequence + 1)
+    m = LOWEST + 0.0
+    s = 0.0
+    acc_D = tl.zeros((BLOCK_D,), tl.float32)
+    for first in range(begin, end, BLOCK_C):
+        slots = first + lanes
+        valid = slots < end
+        rows = slots.to(tl.int64) * HEADS + head
+        m_C = tl.load(maxima + rows, mask=valid, other=LOWEST)
+        s_C = tl.load(totals + rows, mask=valid, other=0.0)
+        mask = valid[None, :] & (dims < HEAD_DIM)[:, None]
+        o_DC = tl.load(partial + rows[None, :] * HEAD_DIM + dims[:, None], mask=mask, other=0.0)
+        new = tl.maximum(m, tl.max(m_C))
+        alpha = tl.exp(m - new)
+        weight_C = tl.exp(m_C - new)
+        s = s * alpha + tl.sum(fold_sum((weight_C * s_C)[None, :], 1, BLOCK_C))
+        acc_D = acc_D * alpha + fold_sum(weight_C[None, :] * o_DC, BLOCK_D, BLOCK_C)
+        m = new
+    row = sequence.to(tl.int64) * HEADS + head
+    tl.store(out + row * HEAD_DIM + dims, acc_D / s, mask=dims < HEAD_DIM)
+
+
+def launch(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    split_tokens: int,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    tiling: Tiling,
+) -> torch.Tensor:
+    """`paged_decode_attention` on arguments that have been checked, under a `Tiling`. No host synchronisation."""
+    batch, heads, head_dim = q.shape
+    _, page, kv_heads, _ = k_cache.shape
+    group = heads // kv_heads
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if batch == 0:
+        return out
+    q, context_lens = q.contiguous(), context_lens.contiguous()
+    if block_tables.stride(-1) != 1:
+        block_tables = block_tables.contiguous()
+    whole = torch.iinfo(torch.int32).max if window is None else min(window, torch.iinfo(torch.int32).max)
+    slots = batch * triton.cdiv(block_tables.shape[1] * page, split_tokens)  # at most: the lengths stay on the device
+
+    def work(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
+
+    items, offsets = work(slots, 2, dtype=torch.int32), work(batch + 1, dtype=torch.int32)
+    maxima, totals = work(slots, heads, dtype=torch.float32), work(slots, heads, dtype=torch.float32)
+    partial = work(slots, heads, head_dim, dtype=torch.float32)
+    block_d = triton.next_power_of_2(head_dim)
+    strict = q.dtype == torch.float32
+    with on_device_of(q):
+        _plan_kernel[(batch,)](context_lens, items, offsets, batch, whole, split_tokens, PLAN_BLOCK)
+        _split_kernel[(min(slots * kv_heads, tiling.programs_per_sm * multiprocessors(q.device)),)](
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            context_lens,
+            items,
+            offsets,
+            partial,
+            maxima,
+            totals,
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            block_tables.stride(0),
+            batch,
+            whole,
+            scale,
+            1.0 if softcap is None else softcap,
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            PAGE=page,
+            SPLIT=split_tokens,
+            BLOCK_R=max(1 if strict else LEAST_ROWS, triton.next_power_of_2(group)),
+            BLOCK_N=tiling.block_n,
+            BLOCK_D=block_d,
+            SOFTCAP=softcap is not None,
+            PRECISION="ieee" if strict else "tf32",  # which says nothing to 16-bit operands
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+            maxnreg=tiling.max_registers,
+            **FUSION,
+        )
+        _merge_kernel[(batch, heads)](
+            partial,
+            maxima,
+            totals,
+            offsets,
+            out,
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            BLOCK_C=MERGE_BLOCK,
+            num_warps=4,
+            **FUSION,
+        )
+    return out
+
