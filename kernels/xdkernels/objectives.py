@@ -4,13 +4,13 @@ Notation: n rows, every one an active token (padding was dropped before). lp, ol
 policy, under the policy that sampled it, and under the frozen reference. A: advantage. r: importance ratio. All
 arithmetic is float64: the vectors are [n], small beside the head, and a ratio is the exponential of a difference.
 
-| objective | term of a token                       | weight of a term           | source                                |
-|-----------|---------------------------------------|----------------------------|---------------------------------------|
-| cispo     | -sg(clip(r, 1 - low, 1 + high)) A lp  | 1 / tokens                 | arXiv:2506.13585, 3.1, eq. 3 to 5     |
-| grpo      | -min(r A, clip(r, 1 - e, 1 + e) A)    | 1 / (tokens of its sequence * sequences) | arXiv:2402.03300, eq. 3 |
-| dapo      | -min(r A, clip(r, 1 - low, 1 + high) A) | 1 / tokens               | arXiv:2503.14476, eq. 8               |
-| dr_grpo   | as dapo                               | 1 / a constant             | arXiv:2503.20783, 3.2                 |
-| gspo      | as dapo, r that of the sequence       | as grpo                    | arXiv:2507.18071, 4.1, eq. 5 to 7     |
+| objective | term of a token                         | divided by                            | source                      |
+|-----------|-----------------------------------------|---------------------------------------|-----------------------------|
+| cispo     | -sg(clip(r, 1 - low, 1 + high)) A lp    | tokens                                | arXiv:2506.13585, eq. 3-5   |
+| grpo      | -min(r A, clip(r, 1 - eps, 1 + eps) A)  | tokens of its sequence, and sequences | arXiv:2402.03300, eq. 3     |
+| dapo      | -min(r A, clip(r, 1 - low, 1 + high) A) | tokens                                | arXiv:2503.14476, eq. 8     |
+| dr_grpo   | as dapo                                 | a constant                            | arXiv:2503.20783, sec. 3.2  |
+| gspo      | as dapo, with the ratio of the sequence | as grpo                               | arXiv:2507.18071, eq. 5-7   |
 
 sg is the stop-gradient. The papers maximise; the signs here are those of a loss. Papers average over the group of one
 question and then over questions; here tokens and sequences of the whole batch are averaged at once, as trainers do:
@@ -99,7 +99,7 @@ def levels(objective: Objective, ratio_level: str | None, advantage_level: str |
         admitted = ", ".join(f"{ratio}/{advantage}" for ratio, advantage in objective.pairs)
         why = " (a ratio must not be coarser than its advantage)" if _is_coarser(*pair) else ""
         raise ValueError(
-            f"{objective.name} does not admit ratio_level/advantage_level {pair[0]}/{pair[1]}{why}; it admits {admitted}"
+            f"{objective.name} does not admit ratio_level/advantage_level {pair[0]}/{pair[1]}{why}, but {admitted}"
         )
     return pair
 
