@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from tolerances import ATTENTION_FLOAT32, ATTENTION_SOFTCAP_FLOAT32
+from tolerances import PAGED_ATTENTION_FLOAT32
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,5 @@ def excess(out: torch.Tensor, case: Paged, **options) -> float:
     """
     wanted, absolute = oracle(case, **options)
     half = 0.0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps / 2
-    float32 = ATTENTION_FLOAT32 if options.get("softcap") is None else ATTENTION_SOFTCAP_FLOAT32
-    worst = ((out.double() - wanted).abs() / (half * (wanted.abs() + absolute) + float32)).max()
-    return float(worst)
+    allowed = half * (wanted.abs() + absolute) + PAGED_ATTENTION_FLOAT32
+    return float(((out.double() - wanted).abs() / allowed).max())

@@ -20,7 +20,8 @@ class Tiling(NamedTuple):
     num_warps: int
     #: depth of the software pipeline: up to num_stages - 1 tiles are in flight
     num_stages: int
-    #: programs a multiprocessor, at most; each strides over the splits. As many as fit side by side, or a small multiple
+    #: programs a multiprocessor, at most; each strides over the splits. Many more than fit side by side even out what
+    #: multiprocessors take in, and each one that finds nothing left costs a microsecond of its place
     programs_per_sm: int
     #: registers a thread, so that one more program fits; none: what the compiler takes
     max_registers: int | None = None
@@ -29,14 +30,14 @@ class Tiling(NamedTuple):
 #: by bytes an element and head dimension. Tiles of K and V take 2 * block_n * D * bytes of shared memory a stage in
 #: flight (32 KiB at D = 128); several programs a multiprocessor cover each other's waits
 TILINGS = {
-    (2, 64): Tiling(block_n=64, num_warps=4, num_stages=4, programs_per_sm=4),
-    (2, 96): Tiling(block_n=64, num_warps=4, num_stages=3, programs_per_sm=3, max_registers=168),
-    (2, 128): Tiling(block_n=64, num_warps=4, num_stages=3, programs_per_sm=3, max_registers=168),
-    (2, 256): Tiling(block_n=32, num_warps=4, num_stages=3, programs_per_sm=2),
-    (4, 64): Tiling(block_n=32, num_warps=4, num_stages=3, programs_per_sm=4),
-    (4, 96): Tiling(block_n=32, num_warps=4, num_stages=3, programs_per_sm=3),
-    (4, 128): Tiling(block_n=32, num_warps=4, num_stages=3, programs_per_sm=3),
-    (4, 256): Tiling(block_n=16, num_warps=4, num_stages=3, programs_per_sm=2),
+    (2, 64): Tiling(block_n=64, num_warps=4, num_stages=4, programs_per_sm=32),
+    (2, 96): Tiling(block_n=64, num_warps=4, num_stages=3, programs_per_sm=32, max_registers=168),
+    (2, 128): Tiling(block_n=64, num_warps=4, num_stages=3, programs_per_sm=32, max_registers=168),
+    (2, 256): Tiling(block_n=32, num_warps=4, num_stages=3, programs_per_sm=32),
+    (4, 64): Tiling(block_n=32, num_warps=4, num_stages=3, programs_per_sm=32),
+    (4, 96): Tiling(block_n=32, num_warps=4, num_stages=3, programs_per_sm=32),
+    (4, 128): Tiling(block_n=32, num_warps=4, num_stages=3, programs_per_sm=32),
+    (4, 256): Tiling(block_n=16, num_warps=4, num_stages=3, programs_per_sm=32),
 }
 
 
@@ -73,8 +74,8 @@ def paged_decode_attention(
     Bits: the keys are cut at multiples of split_tokens from the first token on, so that a row's splits are a function
     of its L and of window alone; within a split, and over the splits, the order of every sum is fixed. A row's result
     depends on its own query, keys and values, split_tokens and the tile: not on B, its neighbours, its place in
-    the batch, or where its blocks lie. (Split-KV decoding: "Flash-Decoding for long-context inference", Dao et al. 2023;
-    block tables: arXiv:2309.06180.)
+    the batch, or where its blocks lie. (Split-KV decoding: "Flash-Decoding for long-context inference", Dao et al.,
+    2023; block tables: arXiv:2309.06180.)
 
     ValueError, before any launch: shapes, dtypes, devices or sizes that do not fit; under check, a length of 0 or less
     or beyond its table, or a block outside the cache among those in use. Other table entries are not looked at, and
@@ -120,7 +121,8 @@ def _check_arguments(q, k_cache, v_cache, block_tables, context_lens, split_toke
         raise ValueError(f"arguments on several devices: {', '.join(sorted(devices))}")
     if q.dtype not in DTYPES or not q.dtype == k_cache.dtype == v_cache.dtype:
         raise ValueError(
-            f"q, k_cache and v_cache must share bfloat16, float16 or float32: {q.dtype}, {k_cache.dtype}, {v_cache.dtype}"
+            "q, k_cache and v_cache must share one dtype, bfloat16, float16 or float32: "
+            f"{q.dtype}, {k_cache.dtype}, {v_cache.dtype}"
         )
     if not block_tables.dtype == context_lens.dtype == torch.int32:
         raise ValueError(f"block_tables and context_lens must be int32: {block_tables.dtype}, {context_lens.dtype}")
@@ -134,7 +136,9 @@ def _check_arguments(q, k_cache, v_cache, block_tables, context_lens, split_toke
         raise ValueError(f"the last stride of a cache must be 1: {k_cache.stride()}, {v_cache.stride()}")
     tile = TILINGS[q.element_size(), head_dim].block_n
     if split_tokens < 1 or split_tokens % page or split_tokens % tile:
-        raise ValueError(f"split_tokens must be a multiple of the page, {page}, and of the tile, {tile}: {split_tokens}")
+        raise ValueError(
+            f"split_tokens must be a multiple of the page, {page}, and of the tile, {tile}: {split_tokens}"
+        )
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive: {softcap}")
     if window is not None and window < 1:

@@ -144,10 +144,7 @@ def _split_kernel(
             token = (keys % PAGE).to(tl.int64)
             k_offsets = block * k_block_stride + token * k_token_stride
             v_offsets = block * v_block_stride + token * v_token_stride
-            if BLOCK_D == HEAD_DIM:
-                mask = used[:, None]
-            else:
-                mask = used[:, None] & (dims < HEAD_DIM)[None, :]
+            mask = used[:, None] if BLOCK_D == HEAD_DIM else used[:, None] & (dims < HEAD_DIM)[None, :]
             k_ND = tl.load(k_head + k_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
             v_ND = tl.load(v_head + v_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
             ahead = keys + BLOCK_N  # the next tile's pages, a turn early: its loads need not wait for the table
