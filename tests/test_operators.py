@@ -78,7 +78,7 @@ def test_the_build_follows_the_sources(tmp_path, monkeypatch):
     assert builds[0] != builds[1]
     assert builds[0] == builds[2]
     alone = descriptor(factory="an_operator:make").build
-    assert descriptor(factory="an_operator:make", sources=("xdkernels.reference",)).build != alone
+    assert descriptor(factory="an_operator:make", sources=("xdkernels.reference.logprob",)).build != alone
 
 
 def test_a_lost_source_is_an_error():

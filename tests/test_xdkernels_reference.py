@@ -10,7 +10,7 @@ from tolerances import ENTROPY_FLOAT32_NATS, LINEAR_LOGPROB_FLOAT32_NATS, LOGPRO
 
 torch = pytest.importorskip("torch")
 
-from xdkernels.reference import linear_selected_logprob, selected_logprob  # noqa: E402
+from xdkernels.reference.logprob import linear_selected_logprob, selected_logprob  # noqa: E402
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 N, V, H = 17, 1000, 64
@@ -58,7 +58,7 @@ def test_linear_matches_float64(generator, dtype):
     hidden = torch.randn(N, H, generator=generator).to(dtype)
     weight = (torch.randn(V, H, generator=generator) / 4).to(dtype)
     ids = torch.randint(V, (N,), generator=generator)
-    logprobs, entropy = linear_selected_logprob(hidden, weight, ids, 0.7, entropy=True)
+    logprobs, entropy = linear_selected_logprob(hidden, weight, ids, temperature=0.7, entropy=True)
     wanted, wanted_entropy = oracle(hidden.double() @ weight.double().mT, ids, 0.7)
     assert logprobs.dtype == torch.float32
     assert greatest(logprobs, wanted) < LINEAR_LOGPROB_FLOAT32_NATS

@@ -21,8 +21,8 @@ DESCRIPTOR = OperatorDescriptor(
     properties=("float32_logits", "float32_accumulation"),
     inputs="hidden",
     factory="libxd.operators.reference:make",
-    version="1",
-    sources=("xdkernels.reference",),
+    version="2",
+    sources=("xdkernels.logsumexp", "xdkernels.reference.logprob"),
 )
 
 
@@ -33,9 +33,9 @@ class ReferenceLogprob:
         self, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, temperature: float
     ) -> torch.Tensor:
         """hidden [N, H] and weight [V, H] in any floating dtype; ids: integers [N]. float32 [N], in nats."""
-        from xdkernels.reference import linear_selected_logprob
+        from xdkernels.reference.logprob import linear_selected_logprob
 
-        return linear_selected_logprob(hidden, weight, ids, temperature)
+        return linear_selected_logprob(hidden, weight, ids, temperature=temperature)
 
 
 def make(side: str, options: dict[str, Any]) -> ReferenceLogprob:

@@ -147,7 +147,7 @@ def _gradient_kernel(
     from_DL = logits + place_DL * column_stride
     to_DL = gradient + place_DL * gradient_column_stride
 
-    selected_DL = column_DL == (tl.load(ids + row) - begin).to(tl.int32)
+    selected_DL = column_DL == (tl.load(ids + row).to(tl.int64) - begin).to(tl.int32)
     g = tl.load(of_logprob + row) if OF_LOGPROB else 0.0
     h = tl.load(of_entropy + row) if OF_ENTROPY else 0.0
     mean = tl.load(entropy + row) if OF_ENTROPY else 0.0
