@@ -105,9 +105,7 @@ def difference_of_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any],
 
 def _scores(attempt: Attempt, side: str, tokens: int | None) -> ScoreFile:
     file = ScoreFile(attempt, side, attempt.materialized(), tokens)
-    if file.problems:
-        raise XdError(f"scores of another form than the format's: {file.problems[0]['detail']}", code="bad-tensor",
-                      where=str(file.path))  # fmt: skip
+    file.require_sound()
     return file
 
 

@@ -18,6 +18,8 @@ BLOCK = 1 << 17
 _RELEASE_EVERY = 4  # blocks
 
 _DTYPES = {"token_ids": "int32", "logprobs": "float32", "active_mask": "bool", "cu_seqlens": "int64"}
+#: which tensor of the file the observed identity has the digest of
+_WITNESSED = {"token_ids": "selected_ids", "cu_seqlens": "cu_seqlens", "active_mask": "active_mask"}
 
 
 class ScoreFile:
@@ -59,9 +61,28 @@ class ScoreFile:
         """
         facts: dict[str, Any] = {"metadata": self.metadata}
         if not self.problems:
-            for name in ("token_ids", "active_mask", "cu_seqlens"):
+            for name in _WITNESSED:
                 facts[name] = canon.digest_stream(self._raw_blocks(name))
         return facts
+
+    def require_sound(self) -> None:
+        """XdError 65 when there are `problems`."""
+        if self.problems:
+            raise XdError(f"scores of another form than the format's: {self.problems[0]['detail']}", code="bad-tensor",
+                          where=str(self.path))  # fmt: skip
+
+    def require(self, observed: dict[str, Any]) -> None:
+        """XdError 65 unless it can be compared and is what a readback speaks of (`observed`: that block of it)."""
+        self.require_sound()
+        where = str(self.path)
+        if self.metadata["observed"] != observed:
+            raise XdError("a score file of something else", code="foreign-file", where=where, path="/xd/observed",
+                          hint="take a new attempt")  # fmt: skip
+        facts = self.identity()
+        for name, witness in _WITNESSED.items():
+            if facts[name] != observed[witness]:
+                raise XdError("a tensor is not the one that was observed", code="tampered", where=where,
+                              path=f"/{name}", found=facts[name], expected=observed[witness])  # fmt: skip
 
     def release(self) -> None:
         """Give the pages touched so far back to the page cache, so that resident memory does not grow with the file."""

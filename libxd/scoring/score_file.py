@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from libxd import canon, schema, tensors
+from libxd import schema, tensors
 from libxd.errors import Status, XdError
-from libxd.tensors import TensorFile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,8 +18,6 @@ SCHEMA_VERSION = "xd.score.v1"
 #: dtype and shape (T tokens) of what an engine hands over
 _FED = {"token_ids": "int32", "selected_ids": "int32", "positions": "int32", "attention_mask": "bool"}
 _CACHES = ("kv_cache", "none")
-#: which tensor of the file the observed identity has the digest of
-_WITNESSED = {"token_ids": "selected_ids", "cu_seqlens": "cu_seqlens", "active_mask": "active_mask"}
 
 
 def name(side: str) -> str:
@@ -58,31 +55,6 @@ def write(path: Path, sequences: Sequences, scores: Scores, metadata: dict[str, 
         arrays["entropy"] = _one_nan(scores.entropy)
     arrays["active_mask"] = sequences.active_mask.astype("bool", copy=False)
     return tensors.write(path, arrays, metadata)
-
-
-def validate(path: Path, expected: dict[str, Any], observed: dict[str, Any]) -> None:
-    """A score file that stands already: well-formed, of this case, and what its readback speaks of; else XdError 65.
-
-    expected: what its metadata must say (side, case_id, repeat, execution_key). observed: the readback's block.
-    """
-    with TensorFile(path) as file:
-        metadata = schema.validate("score_metadata", file.metadata, str(path))
-        for key, value in {**expected, "observed": observed}.items():
-            if metadata[key] != value:
-                raise XdError("a score file of something else", code="foreign-file", where=str(path), path=f"/{key}",
-                              found=metadata[key], expected=value)
-        num_tokens = file.shape("token_ids")[0] if file.shape("token_ids") else None
-        file.expect("token_ids", "int32", (num_tokens,))
-        file.expect("logprobs", "float32", (num_tokens,))
-        file.expect("active_mask", "bool", (num_tokens,))
-        file.expect("cu_seqlens", "int64", (None,))
-        if "entropy" in file.names:
-            file.expect("entropy", "float32", (num_tokens,))
-        for tensor, witness in _WITNESSED.items():
-            digest = canon.digest_bytes(file.raw(tensor))
-            if digest != observed[witness]:
-                raise XdError("a tensor is not the one that was observed", code="tampered", where=str(path),
-                              path=f"/{tensor}", found=digest, expected=observed[witness])
 
 
 def _one_nan(values: np.ndarray) -> np.ndarray:

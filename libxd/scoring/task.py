@@ -6,10 +6,11 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from libxd import materialize
 from libxd.errors import Status, XdError
+from libxd.records import Case
 from libxd.rundir import Attempt
 from libxd.runtimes.protocol import Request
+from libxd.scores import ScoreFile
 from libxd.scoring import score_file
 from libxd.scoring.lifecycle import Needs
 
@@ -28,8 +29,8 @@ class Task:
     def read(cls, path: str | os.PathLike[str], side: str) -> Task:
         """XdError 65 or 66 for files that are broken, absent or of different cases; 69 for a refused attempt."""
         attempt = Attempt.open(path)
-        task = cls(attempt, side, attempt.requested(), attempt.identity(), attempt.materialized())
-        task._require_one_case()
+        case = Case.read(attempt)
+        task = cls(attempt, side, case.requested, case.identity, case.materialized)
         if task.materialized["status"] == "refused":
             raise _refused(attempt, [reason["reason"] for reason in task.materialized["refusals"]],
                            "it was refused when it was materialised")
@@ -91,24 +92,9 @@ class Task:
             raise _refused(self.attempt, [reason["reason"] for reason in readback["refusals"]],
                            "its scores were refused at read-back", hint="a retry needs a new attempt")
         if scored:
-            score_file.validate(self.attempt.file(score_name), self.stamp, readback["observed"])
+            num_tokens = self.identity["sequences"]["num_tokens"]
+            ScoreFile(self.attempt, self.side, self.materialized, num_tokens).require(readback["observed"])
         return scored
-
-    def _require_one_case(self) -> None:
-        where = self.attempt.file("materialized.json")
-        for key in ("repeat", "submission"):
-            if self.requested[key] != self.materialized[key]:
-                raise XdError("does not belong to the request beside it", code="foreign-file", where=str(where),
-                              path=f"/{key}", found=self.materialized[key], expected=self.requested[key])
-        key = materialize.execution_key(self.materialized)
-        if key != self.materialized["execution_key"]:
-            raise XdError("the execution key is not that of its content", code="tampered", where=str(where),
-                          path="/execution_key", found=self.materialized["execution_key"], expected=key)
-        for part, value in self.requested["identity"].items():
-            if self.identity[part] != value:
-                raise XdError("is not the identity that was requested", code="foreign-file",
-                              where=str(self.attempt.file("identity.json")), path=f"/{part}",
-                              found=self.identity[part], expected=value)
 
 
 def _refused(attempt: Attempt, reasons: list[str], what: str, hint: str = "") -> XdError:
