@@ -1,6 +1,6 @@
 # xd: the stages of DESIGN as make targets. `make help` lists them.
 
-ifneq ($(firstword $(sort 4.2 $(MAKE_VERSION))),4.2)
+ifneq ($(filter 3.% 4.0 4.0.% 4.1 4.1.%,$(MAKE_VERSION)),)
 $(error GNU make 4.2 or newer is needed, this is $(MAKE_VERSION))
 endif
 
@@ -14,6 +14,14 @@ PYTHON ?= python3
 VENV ?= .venv
 RUNS ?= runs
 EXP ?= s0
+# These become words of make and of the shell; where the checkout stands does not matter.
+SIGNS := : = ; & | < > * ? [ ] ( ) { } ! ' " ` \ % $$ ~
+plain = $(if $(or $(filter-out 1,$(words $2)),$(strip $(foreach c,$(SIGNS),$(findstring $c,$2)))),$(error $1='$2': \
+  give one name, without spaces and signs that make or a shell reads),$2)
+unslashed = $(if $(filter %/,$1),$(call unslashed,$(patsubst %/,%,$1)),$1)
+override EXP := $(call plain,EXP,$(EXP))
+override VENV := $(call plain,VENV,$(VENV))
+override RUNS := $(call unslashed,$(call plain,RUNS,$(RUNS)))
 MODEL := models/smollm2-135m-instruct
 
 export VIRTUAL_ENV := $(abspath $(VENV))
@@ -45,38 +53,61 @@ NEEDS_smollm2-fp32 := sequences/smollm2.safetensors
 # How the frozen sequences of the real model are sampled.
 ROLLOUT_smollm2 ?= --limit 8 --samples 2 --max-new-tokens 48 --temperature 1.0 --top-p 1.0 --seed 0 --batch-size 8
 
+CONFIG = experiments/$(EXP).json
 PLAN_ROWS = $(RUNS)/$(EXP)/plan.jsonl
-STAMPS = $(RUNS)/$(EXP)/.make
-# Every stage of a pipe counts; 69 (refused, unsupported) is a result, and stands in the table.
-CHECK_STAGES = codes=("$${PIPESTATUS[@]}"); for code in "$${codes[@]}"; do case $$code in 0|69) ;; *) exit $$code;; esac; done
+# Every stage of a pipe counts; 69 (refused, unsupported) is a result, and stands in the table. A stage that was left
+# with a closed pipe (141) is not the one that failed, unless no other did.
+CHECK_STAGES = codes="$${PIPESTATUS[*]}"; \
+  for code in $$codes; do case $$code in 0|69|141) ;; *) exit $$code;; esac; done; \
+  case " $$codes " in *" 141 "*) exit 141;; esac
 
 ##@ The main job
 
+# The two halves of it are made by a make of their own, so that -j and -k work, -n only shows, and the table comes even
+# where a group failed. What can share its engines is a group: a file of rows, and a stamp when its pipe went through.
 .PHONY: run
 run: setup $(NEEDS_$(EXP)) ## plan, score, compare and seal EXP=name; ends with the table (-j: engines side by side)
-	@xd-plan -q experiments/$(EXP).json --runs $(RUNS) --repeats $(REPEATS) > /dev/null
-	+@groups=$$(xd-resume $(PLAN_ROWS) --runs $(RUNS) $(POLICY) --groups $(STAMPS)); resumed=$$?; \
-	  [ -z "$$groups" ] || $(MAKE) $${groups//.jsonl/.done} || exit; \
-	  exit $$resumed
-	@xd-resume -q $(PLAN_ROWS) --runs $(RUNS) $(POLICY) --answers | xd-compare --table; $(CHECK_STAGES)
+	@named='"experiment_id"[[:space:]]*:[[:space:]]*"$(subst .,\.,$(EXP))"'; \
+	  [ ! -e $(CONFIG) ] || grep -qE "$$named" $(CONFIG) || \
+	    { echo "make: $(CONFIG): its experiment_id is not $(EXP), so its runs would be another experiment's" >&2; exit 65; }
+	@xd-plan -q $(CONFIG) --runs $(RUNS) --repeats $(REPEATS) > /dev/null
+	+@groups=$(RUNS)/$(EXP)/.make-$$HOSTNAME-$$$$-$$RANDOM; trap 'rm -rf $$groups' EXIT; failed=0; \
+	  $(MAKE) pending GROUPS_IN=$$groups || failed=$$?; \
+	  $(MAKE) pipes GROUPS_IN=$$groups || failed=$$?; \
+	  $(MAKE) table || failed=$$?; \
+	  exit $$failed
 
-# One group of rows that can share their engines: one pipe. The stamp says that all of it went through.
-$(RUNS)/%.done: $(RUNS)/%.jsonl
+.PHONY: pending
+pending:
+	@mkdir -p $(GROUPS_IN)
+	@xd-resume $(PLAN_ROWS) --runs $(RUNS) $(POLICY) --groups $(GROUPS_IN) > /dev/null
+
+.PHONY: pipes
+pipes: $(patsubst %.jsonl,%.done,$(if $(GROUPS_IN),$(wildcard $(GROUPS_IN)/*.jsonl)))
+
+# One group of rows that can share their engines: one pipe.
+%.done: %.jsonl
 	@xd-materialize --runs $(RUNS) $(POLICY) < $< | xd-score --side rollout | xd-score --side training \
 	  | xd-compare | xd-seal > $@.attempts; $(CHECK_STAGES); mv $@.attempts $@
 
+.PHONY: table
+table:
+	@xd-resume -q $(PLAN_ROWS) --runs $(RUNS) $(POLICY) --answers | xd-compare --table --plan $(PLAN_ROWS); $(CHECK_STAGES)
+
 .PHONY: plan
 plan: $(VENV)/.base ## print the plan rows of EXP (no model, no torch, no accelerator needed)
-	@xd-plan experiments/$(EXP).json --repeats $(REPEATS)
+	@xd-plan $(CONFIG) --repeats $(REPEATS)
 
 .PHONY: compare
-compare: $(VENV)/.base ## judge the existing scores of EXP again, offline; 73 when a verdict would change
-	@find $(RUNS)/$(EXP)/cases -name score_training.safetensors -printf '%h\n' | sort | xd-compare > /dev/null; \
-	  $(CHECK_STAGES); echo "every verdict of $(EXP) reproduced, byte for byte"
+compare: $(VENV)/.base ## judge the judged attempts of EXP again, offline; fails when a verdict would change
+	@judged=$$(find $(RUNS)/$(EXP)/cases -name comparison.json -printf '%h\n' | sort); \
+	  [ -n "$$judged" ] || { echo "make: $(RUNS)/$(EXP): no verdict there to reproduce" >&2; exit 66; }; \
+	  xd-compare <<< "$$judged" > /dev/null || exit; \
+	  echo "every verdict of $(EXP) reproduced, byte for byte: $$(wc -l <<< "$$judged")"
 
 .PHONY: verdicts
-verdicts: $(VENV)/.base ## print the table of EXP; fails on anything but PASS
-	@xd-resume -q $(PLAN_ROWS) --runs $(RUNS) --answers | xd-compare --table --exit-code
+verdicts: $(VENV)/.base ## print the table of EXP, a row for each of its plan; fails unless all of them are PASS
+	@xd-resume -q $(PLAN_ROWS) --runs $(RUNS) --answers | xd-compare --table --plan $(PLAN_ROWS) --exit-code
 
 .PHONY: model
 model: setup $(MODEL)/model.safetensors ## fetch and convert SmolLM2-135M-Instruct into models/ (once)
@@ -121,7 +152,7 @@ setup: $(VENV)/.ready ## the environment: base, hf and dev extras, pinned by con
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version) if sys.version_info < (3, 11) else 0'
-	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 

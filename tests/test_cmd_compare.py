@@ -129,10 +129,42 @@ def test_table_prints_rows_and_exit_code_asks_all(xd, tmp_path: Path) -> None:
     assert not left_off.has("comparison.json"), "the table judges nothing"
 
 
-def test_a_table_of_nothing_is_not_all_pass(xd) -> None:
-    ran = xd("xd-compare", "--table", "--exit-code")
+@pytest.mark.parametrize("options", [["--table"], [], ["--json"]])
+def test_nothing_is_not_all_pass(xd, options: list[str]) -> None:
+    ran = xd("xd-compare", *options, "--exit-code")
     assert (ran.status, ran.out) == (1, "")
-    assert xd("xd-compare", "--table").status == 0
+    assert xd("xd-compare", *options).status == 0
+
+
+@pytest.mark.parametrize("options", [["--table"], [], ["--json"]])
+def test_what_was_refused_is_no_pass(xd, tmp_path: Path, options: list[str]) -> None:
+    same, other = scored(tmp_path, BASE, BASE), scored(tmp_path, BASE, BASE + np.float32(1), change=("batch.size", 1))
+    assert xd("xd-compare", same, other).status == 0
+    no = refused(tmp_path, ("rollout.dtype", "float16"), "no half precision here")
+    for attempts in ([no], [no, same], [other, no], [no, other]):
+        assert xd("xd-compare", *options, "--exit-code", *attempts).status == 1
+    assert xd("xd-compare", *options, "--exit-code", same).status == 0
+
+
+def test_a_plan_says_which_rows_a_table_has(xd, tmp_path: Path) -> None:
+    base, other = scored(tmp_path, BASE, BASE), scored(tmp_path, BASE, BASE, change=("batch.size", 1))
+    gone = scored(tmp_path / "elsewhere", BASE, BASE, change=("batch.size", 2))
+    assert xd("xd-compare", base, other).status == 0
+    plan = tmp_path / "plan.jsonl"
+    plan.write_bytes(b"".join(each.file("requested.json").read_bytes() for each in (other, base)))
+    ran = xd("xd-compare", "--table", "--plan", plan, "--exit-code", base, other)
+    assert ran.status == 0
+    assert ran.out.index("batch.size=1") < ran.out.index("baseline  "), "in the plan's order"
+    plan.write_bytes(plan.read_bytes() + gone.file("requested.json").read_bytes())
+    ran = xd("xd-compare", "--table", "--plan", plan, "--exit-code", base, other)
+    assert ran.status == 1
+    assert any(line.split()[:2] == ["batch.size=2", "missing"] for line in ran.out.splitlines())
+    ran = xd("xd-compare", "--table", "--plan", plan, "--exit-code")
+    assert (ran.status, ran.out.count("missing [1]")) == (1, 3)
+    plan.write_bytes(plan.read_bytes() + b'"\xff"\n')
+    assert xd("xd-compare", "--table", "--plan", plan, base, other).status == 65
+    assert xd("xd-compare", "--table", "--plan", tmp_path / "none", base, other).status == 66
+    assert xd("xd-compare", "--plan", plan, base).status == 2
 
 
 @pytest.mark.parametrize("no_color", [False, True])

@@ -16,11 +16,11 @@ EXAMPLES = """
 # judge every attempt that has both scores; offline, without torch or a model
 xd-compare runs/s0/cases/*/a*
 
-# the table of an experiment; status 1 unless every verdict is PASS
-xd-plan experiments/s0.json | xd-resume --runs runs --answers | xd-compare --table --exit-code
+# the table of an experiment, a row for each of its plan; status 1 unless every verdict is PASS
+xd-resume --runs runs --answers runs/s0/plan.jsonl | xd-compare --table --plan runs/s0/plan.jsonl --exit-code
 """
 _COLOURS = {"PASS": "green", "MISMATCH": "yellow", "above": "yellow", "unsupported": "bright_black",
-            "refused": "bright_black", "incomplete": "bright_black", "INVALID_IDENTITY": "red",
+            "refused": "bright_black", "incomplete": "red", "missing": "red", "INVALID_IDENTITY": "red",
             "INVALID_ARTIFACT": "red", "ZERO_ACTIVE_TOKENS": "red"}  # fmt: skip
 
 
@@ -37,9 +37,24 @@ _COLOURS = {"PASS": "green", "MISMATCH": "yellow", "above": "yellow", "unsupport
 @click.option(
     "--table", is_flag=True, help="Judge nothing; print the verdict table of attempts that were judged or refused."
 )
-@click.option("--exit-code", is_flag=True, help="Answer 1 when a verdict is anything but PASS.")
+@click.option(
+    "--plan",
+    metavar="FILE",
+    help="With --table: the rows it must have, in this order; one without an attempt is there as missing.",
+)
+@click.option(
+    "--exit-code",
+    is_flag=True,
+    help="Answer 1 unless there are verdicts and all are PASS; what was refused or left off is none.",
+)
 def cli(
-    console: Console, attempts: tuple[str, ...], as_json: bool, against: str | None, table: bool, exit_code: bool
+    console: Console,
+    attempts: tuple[str, ...],
+    as_json: bool,
+    against: str | None,
+    table: bool,
+    plan: str | None,
+    exit_code: bool,
 ) -> None:
     """Judge attempts (operands or stdin): write actual.json, token_diffs.safetensors and comparison.json into each.
 
@@ -50,9 +65,11 @@ def cli(
         raise click.UsageError("--json, --against and --table exclude one another")
     if against is not None and exit_code:
         raise click.UsageError("--against judges nothing, so --exit-code has no question to answer")
+    if plan is not None and not table:
+        raise click.UsageError("--plan says which rows a table has: give --table, too")
     opened = _opened(console, attempts)
     if table:
-        passed = _table(console, opened)
+        passed = _table(console, opened, plan)
     elif against is not None:
         passed = True
         _against(console, opened, against)
@@ -62,42 +79,63 @@ def cli(
         console.answer_no()
 
 
-def _opened(console: Console, attempts: tuple[str, ...]) -> Iterator[tuple[str, Attempt]]:
+def _opened(console: Console, attempts: tuple[str, ...]) -> Iterator[tuple[str, Attempt | None]]:
+    """(operand, the attempt there); None for one that is reported and not passed on."""
     for path in console.operands(attempts, "attempts"):
+        attempt = None
         with console.guard(path):
-            yield path, Attempt.open(path)
+            attempt = Attempt.open(path)
+        yield path, attempt
 
 
-def _judge(console: Console, attempts: Iterator[tuple[str, Attempt]], as_json: bool) -> bool:
+def _judge(console: Console, attempts: Iterator[tuple[str, Attempt | None]], as_json: bool) -> bool:
+    """Whether there were attempts and all of them are PASS."""
     from libxd import comparison
 
-    passed = True
+    verdicts = []
     for path, attempt in attempts:
+        verdicts.append("")
+        if attempt is None:
+            continue
         with console.guard(path):
             result = comparison.compare(attempt)
-            passed = passed and result["status"] == "PASS"
+            verdicts[-1] = result["status"]
             console.debug(f"{path}: {result['status']}")
             console.emit(canon.dumps(result).decode() if as_json else path)
-    return passed
+    return set(verdicts) == {"PASS"}
 
 
-def _against(console: Console, attempts: Iterator[tuple[str, Attempt]], against: str) -> None:
+def _against(console: Console, attempts: Iterator[tuple[str, Attempt | None]], against: str) -> None:
     from libxd import effect, schema
 
     other = Attempt.open(against)
     for path, attempt in attempts:
+        if attempt is None:
+            continue
         with console.guard(path):
             line = schema.validate("effect", effect.effect(attempt, other), path)
             console.emit(canon.dumps(line).decode())
 
 
-def _table(console: Console, attempts: Iterator[tuple[str, Attempt]]) -> bool:
-    from libxd import table
+def _table(console: Console, attempts: Iterator[tuple[str, Attempt | None]], plan: str | None) -> bool:
+    """Whether the table has rows, each of the attempts and of the plan, and all of them are PASS."""
+    from libxd import planner, table
 
-    rows = []
+    rows, unread = [], False
     for path, attempt in attempts:
+        row = None
         with console.guard(path):
-            rows.append(table.read(attempt))
+            row = table.read(attempt) if attempt is not None else None
+        if row is None:
+            unread = True
+        else:
+            rows.append(row)
+    if plan is not None:
+        planned = []
+        for where, line in console.rows([plan], "plan rows"):
+            with console.guard(where):
+                planned.append(planner.read_row(line, where))
+        rows = table.planned(rows, planned)
     if not rows:
         console.info("no attempts, no table")
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -106,7 +144,7 @@ def _table(console: Console, attempts: Iterator[tuple[str, Attempt]]) -> bool:
             console.emit("")
         for line in table.lines(each, _paint if colour else lambda text, what: text):
             console.emit(line)
-    return bool(rows) and all(row.verdict == "PASS" for row in rows)
+    return bool(rows) and not unread and all(row.verdict == "PASS" for row in rows)
 
 
 def _paint(text: str, what: str) -> str:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import click
 
-from libxd import canon, console, materialize, planner, policy, resume
+from libxd import canon, console, materialize, planner, policy, publish, resume
 from libxd.console import Console
-from libxd.errors import XdError
 from libxd.rundir import RunDirectory
 
 EXAMPLES = """
@@ -30,7 +28,8 @@ xd-plan experiments/s0.json | xd-resume --runs runs --answers | xd-compare --tab
 @click.option(
     "--answers",
     is_flag=True,
-    help="Print, a row, the attempt that answers it, or the one that was refused, instead of pending rows.",
+    help="Print the attempt of each row instead of pending rows: the one that answers it, else the one that was "
+    "refused, else the newest that was begun and is no answer.",
 )
 @click.option(
     "--groups",
@@ -78,7 +77,8 @@ def cli(
                     grouped.setdefault(materialize.group(plan), []).append(row)
     if groups is not None:
         for name, members in grouped.items():
-            console.emit(_write_group(groups, name, members))
+            with console.guard(str(groups)):
+                console.emit(_write_group(groups, name, members))
     if not answers:
         console.info(_summary(states))
     if exit_code and states["pending"]:
@@ -93,19 +93,14 @@ def _summary(states: Counter[str]) -> str:
 
 
 def _write_group(directory: Path, name: str, members: list[dict[str, Any]]) -> str:
-    """One group's rows under a name that says what is in it, so that two runs at once do not disturb each other."""
+    """One group's rows, in a file whose name holds their digest: whoever writes the same rows writes the same file."""
     data = b"".join(canon.dumps(row) + b"\n" for row in members)
     path = directory / f"{name[:8]}-{canon.digest_bytes(data)[:8]}.jsonl"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".done").unlink(missing_ok=True)  # its rows are pending: whatever stamp is there is stale
-        temporary = path.with_suffix(f".tmp-{os.getpid()}")
-        temporary.write_bytes(data)
-        temporary.rename(path)
     except OSError as error:
-        raise XdError(
-            f"cannot be written: {error.strerror}", status=73, code="cannot-write", where=str(path)
-        ) from error
+        raise publish.cannot_write(directory, error) from error
+    publish.publish(path, data)
     return str(path)
 
 
