@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
+from .arguments import require_one_device
 from .dispatch import use_kernels
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -116,9 +118,7 @@ def _check_arguments(q, k_cache, v_cache, block_tables, context_lens, split_toke
         )
     if batch and not (block_tables.shape[1] and k_cache.shape[0]):
         raise ValueError(f"no blocks: block_tables {tuple(block_tables.shape)}, k_cache {tuple(k_cache.shape)}")
-    devices = {str(t.device) for t in (q, k_cache, v_cache, block_tables, context_lens)}
-    if len(devices) > 1:
-        raise ValueError(f"arguments on several devices: {', '.join(sorted(devices))}")
+    require_one_device(q=q, k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, context_lens=context_lens)
     if q.dtype not in DTYPES or not q.dtype == k_cache.dtype == v_cache.dtype:
         raise ValueError(
             "q, k_cache and v_cache must share one dtype, bfloat16, float16 or float32: "
@@ -139,8 +139,10 @@ def _check_arguments(q, k_cache, v_cache, block_tables, context_lens, split_toke
         raise ValueError(
             f"split_tokens must be a multiple of the page, {page}, and of the tile, {tile}: {split_tokens}"
         )
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive: {softcap}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite: {scale}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite: {softcap}")
     if window is not None and window < 1:
         raise ValueError(f"window must be positive: {window}")
     return head_dim**-0.5 if scale is None else scale

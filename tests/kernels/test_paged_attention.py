@@ -192,9 +192,7 @@ def test_offsets_beyond_31_bits(device):
     assert len(case.k_cache) == 8
     apart = 2**31 // 7 // 16 * 16 + 16
     storage = torch.empty(7 * apart + 4 * 16 * 64, dtype=torch.bfloat16, device=device)
-    k_cache, v_cache = (
-        storage.as_strided((8, 16, 1, 64), (apart, 64, 64, 1), first) for first in (0, 2 * 16 * 64)
-    )
+    k_cache, v_cache = (storage.as_strided((8, 16, 1, 64), (apart, 64, 64, 1), first) for first in (0, 2 * 16 * 64))
     k_cache.copy_(case.k_cache)
     v_cache.copy_(case.v_cache)
     assert 7 in case.block_tables and 7 * apart > 2**31

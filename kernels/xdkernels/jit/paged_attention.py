@@ -20,8 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from xdkernels.paged_attention import Tiling
-
+from ..paged_attention import Tiling
 from .fold import FUSION, LOWEST, fold_sum
 from .launch import multiprocessors, on_device_of
 from .tanh import tanh
@@ -259,8 +258,8 @@ def launch(
             block_tables.stride(0),
             batch,
             whole,
-            scale,
-            1.0 if softcap is None else softcap,
+            float(scale),  # an integer would be specialised on
+            1.0 if softcap is None else float(softcap),
             KV_HEADS=kv_heads,
             GROUP=group,
             HEAD_DIM=head_dim,
@@ -290,4 +289,3 @@ def launch(
             **FUSION,
         )
     return out
-
