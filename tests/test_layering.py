@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBXD = sorted((ROOT / "libxd").rglob("*.py"))
 KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 
+#: where the command line's own library may be used
+SHELL = ("libxd.cmd", "libxd.console")
 #: what plan, resume, compare and seal reach must work where no torch is
 TORCH_FREE_TOOLS = ("plan", "resume", "compare", "seal")
 HEAVY = {"torch", "transformers", "vllm", "triton", "xdkernels"}
@@ -75,9 +77,9 @@ def test_library_does_not_import_the_tools():
 def test_tools_do_not_import_each_other():
     found = []
     for path in (ROOT / "libxd" / "cmd").glob("*.py"):
-        others = [name for name in imports(path) if within(name, "libxd.cmd") and name != module_name(path)]
-        if path.name != "__main__.py":
-            found += [f"{path.name}: {name}" for name in others]
+        allowed = (module_name(path), "libxd.cmd.policy_options")  # its own parts, and what no tool is
+        others = [name for name in imports(path) if within(name, "libxd.cmd")]
+        found += [f"{path.name}: {name}" for name in others if not any(within(name, own) for own in allowed)]
     assert found == []
 
 
@@ -101,14 +103,35 @@ def test_runtimes_and_operators_are_reached_by_entry_point_only():
 
 
 def test_click_stays_in_the_shell():
-    shell = ("libxd.cmd", "libxd.console", "libxd.policy")
     found = [
         module_name(path)
         for path in LIBXD
         if any(within(name, "click") for name in imports(path))
-        and not any(within(module_name(path), allowed) for allowed in shell)
+        and not any(within(module_name(path), allowed) for allowed in SHELL)
     ]
     assert found == []
+
+
+def really_loaded(*modules: str) -> set[str]:
+    """Top-level names in sys.modules once these are imported: whatever way it went."""
+    code = f"import {', '.join(modules)}, sys; print('\\n'.join(m.partition('.')[0] for m in sys.modules))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_nothing_below_the_shell_ends_up_with_it():
+    """A direct import is not the only way: what the engine's child and all of the library load holds no click."""
+    assert "click" not in really_loaded("libxd.scoring.child")
+    adapters = ("libxd.runtimes.cpu_smoke", "libxd.runtimes.hf", "libxd.operators")
+    library = [
+        module_name(path)
+        for path in LIBXD
+        if not any(within(module_name(path), other) for other in (*SHELL, *adapters))
+        and not imports(path) & HEAVY
+    ]
+    assert {"libxd.materialize", "libxd.policy", "libxd.scoring.task", "libxd.comparison"} <= set(library)
+    assert "click" not in really_loaded(*library)
+    assert "click" in really_loaded("libxd.console"), "the control"
 
 
 def test_the_rules_can_fail(tmp_path):
@@ -121,20 +144,14 @@ def test_the_rules_can_fail(tmp_path):
     assert {"libxd.cmd", "libxd.cmd.plan", "libxd.runtimes.hf"} <= imports(bad)
 
 
-def loaded_modules(tool: str) -> set[str]:
-    code = f"import libxd.cmd.{tool}, sys; print('\\n'.join(m.partition('.')[0] for m in sys.modules))"
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
-
-
 @pytest.mark.parametrize("tool", ["rollout", "plan", "resume", "materialize", "score", "compare", "seal"])
 def test_no_tool_loads_torch_to_start(tool):
-    assert loaded_modules(tool) & HEAVY == set()
+    assert really_loaded(f"libxd.cmd.{tool}") & HEAVY == set()
 
 
 @pytest.mark.parametrize("tool", NUMPY_FREE_TOOLS)
 def test_tools_without_arrays_start_without_numpy(tool):
-    assert "numpy" not in loaded_modules(tool)
+    assert "numpy" not in really_loaded(f"libxd.cmd.{tool}")
 
 
 def test_every_package_is_shipped():

@@ -7,9 +7,11 @@ from typing import Any
 
 import click
 
-from libxd import console, identity, materialize, planner, policy
+from libxd import console, identity, materialize, planner
+from libxd.cmd.policy_options import policy_options
 from libxd.console import Console
 from libxd.errors import Status, XdError
+from libxd.policy import Policy
 from libxd.rundir import Attempt, RunDirectory
 
 EXAMPLES = """
@@ -24,8 +26,8 @@ xd-materialize --runs runs --runtime-rollout vllm --python-rollout venv-vllm/bin
 @console.command("xd-materialize", EXAMPLES)
 @click.argument("rows", nargs=-1, metavar="[FILE]...")
 @click.option("--runs", required=True, type=click.Path(path_type=Path), help="The directory of all runs.")
-@policy.options()
-def cli(console: Console, rows: tuple[str, ...], runs: Path, policy: policy.Policy) -> None:
+@policy_options()
+def cli(console: Console, rows: tuple[str, ...], runs: Path, policy: Policy) -> None:
     """Read plan rows (files or stdin), take a new attempt for each and print its path.
 
     An attempt then holds requested.json, identity.json and materialized.json. A row that the runtimes or operators

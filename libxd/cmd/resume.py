@@ -8,8 +8,10 @@ from typing import Any
 
 import click
 
-from libxd import canon, console, materialize, planner, policy, publish, resume
+from libxd import canon, console, materialize, planner, publish, resume
+from libxd.cmd.policy_options import policy_options
 from libxd.console import Console
+from libxd.policy import Policy
 from libxd.rundir import RunDirectory
 
 EXAMPLES = """
@@ -24,7 +26,7 @@ xd-plan experiments/s0.json | xd-resume --runs runs --answers | xd-compare --tab
 @console.command("xd-resume", EXAMPLES)
 @click.argument("rows", nargs=-1, metavar="[FILE]...")
 @click.option("--runs", required=True, type=click.Path(path_type=Path), help="The directory of all runs.")
-@policy.options(required=False)
+@policy_options(required=False)
 @click.option(
     "--answers",
     is_flag=True,
@@ -41,7 +43,7 @@ def cli(
     console: Console,
     rows: tuple[str, ...],
     runs: Path,
-    policy: policy.Policy | None,
+    policy: Policy | None,
     answers: bool,
     groups: Path | None,
     exit_code: bool,
