@@ -29,3 +29,31 @@ ATTENTION_FLOAT32 = 2e-6
 TINY_LLAMA_FLOAT32_NATS = 2e-5
 #: float32 attention over logits of magnitude ten, against float64: some ten ulp of those logits, softcap's tanh included
 PAGED_ATTENTION_FLOAT32 = 1e-5
+#: a policy objective's loss and coefficients in float64, magnitude one, against the same by autograd, token by token
+POLICY_FLOAT64 = 1e-13
+#: k3 by expm1 at x = 1e-7 against x^2 / 2, whose next term is x / 3 of it, relative
+POLICY_K3_RELATIVE = 1e-6
+
+#: the head's kernels, logits of a few nats: float32 sums and powers of two against float64 of the same operands, nats
+HEAD_LOGPROB_NATS = 2e-5
+#: entropies likewise: a sum of products p log p
+HEAD_ENTROPY_NATS = 3e-5
+#: logprobs whose logits are about 1000, where float32 values are 6e-5 apart, in nats
+LARGE_LOGIT_LOGPROB_NATS = 3e-4
+#: gradients from probabilities rounded to bfloat16 (2^-9 each), then rounded once more: norm against norm
+BFLOAT16_GRADIENT_RELATIVE = 6e-3
+#: policy loss and metrics of magnitude one through a float32 head, logits up to ten, against float64
+POLICY_LOSS_FLOAT32 = 2e-6
+#: gradients of the same, relative to the greatest element
+POLICY_GRADIENT_FLOAT32 = 5e-6
+#: the two with logits, and logprobs, of up to some hundreds, whose float32 spacing is 3e-5
+POLICY_LOSS_FLOAT32_FAR = 1e-4
+POLICY_GRADIENT_FLOAT32_FAR = 5e-5
+#: gradients that are rounded to bfloat16, after probabilities that may be, relative to the greatest element
+POLICY_GRADIENT_BFLOAT16 = 1e-2
+#: float32 gradients of magnitude one of a logprob and an entropy, against float64 autograd
+LOGPROB_GRADIENT_FLOAT32 = 5e-6
+#: the same rounded to their dtype: half a unit in the last place, relative to the gradient
+GRADIENT_ROUNDING = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+#: the logprob of a token that leaves e^-5 to e^-30 to all others, whose logits are float32 values up to 40: relative
+LIKELY_LOGPROB_RELATIVE = 3e-5

@@ -4,13 +4,13 @@ Notation: n rows, every one an active token (padding was dropped before). lp, ol
 policy, under the policy that sampled it, and under the frozen reference. A: advantage. r: importance ratio. All
 arithmetic is float64: the vectors are [n], small beside the head, and a ratio is the exponential of a difference.
 
-| objective | term of a token                         | divided by                            | source                      |
-|-----------|-----------------------------------------|---------------------------------------|-----------------------------|
-| cispo     | -sg(clip(r, 1 - low, 1 + high)) A lp    | tokens                                | arXiv:2506.13585, eq. 3-5   |
-| grpo      | -min(r A, clip(r, 1 - eps, 1 + eps) A)  | tokens of its sequence, and sequences | arXiv:2402.03300, eq. 3     |
-| dapo      | -min(r A, clip(r, 1 - low, 1 + high) A) | tokens                                | arXiv:2503.14476, eq. 8     |
-| dr_grpo   | as dapo                                 | a constant                            | arXiv:2503.20783, sec. 3.2  |
-| gspo      | as dapo, with the ratio of the sequence | as grpo                               | arXiv:2507.18071, eq. 5-7   |
+| objective | term of a token                         | divided by                         | source                    |
+|-----------|-----------------------------------------|------------------------------------|---------------------------|
+| cispo     | -sg(clip(r, 1 - low, 1 + high)) A lp    | tokens                             | arXiv:2506.13585, eq. 3-5 |
+| grpo      | -min(r A, clip(r, 1 - eps, 1 + eps) A)  | its sequence's tokens, sequences   | arXiv:2402.03300, eq. 3   |
+| dapo      | -min(r A, clip(r, 1 - low, 1 + high) A) | tokens                             | arXiv:2503.14476, eq. 8   |
+| dr_grpo   | as dapo                                 | a constant                         | arXiv:2503.20783, 3.2     |
+| gspo      | as dapo, with the ratio of the sequence | as grpo                            | arXiv:2507.18071, eq. 5-7 |
 
 sg is the stop-gradient. The papers maximise; the signs here are those of a loss. Papers average over the group of one
 question and then over questions; here tokens and sequences of the whole batch are averaged at once, as trainers do:
