@@ -27,9 +27,12 @@ SETTINGS = {
     "dr_grpo": {"eps_low": 0.2, "eps_high": 0.2, "denominator": 40.0},
     "gspo": {"eps_low": 0.03, "eps_high": 0.04},
 }
+#: each objective at its own levels
+OWN = [(name, *pairs.split()[0].split("/")) for name, pairs in ADMITTED.items()]
 #: sequences' lengths; the fourth has no active row
 LENGTHS = (9, 1, 14, 3, 6)
 N = sum(LENGTHS)
+H, V = 16, 61
 
 
 @dataclass
@@ -143,3 +146,41 @@ def oracle_logprobs(
         logits = softcap * (logits / softcap).tanh()
     logprobs = torch.log_softmax(logits[:, :vocab] / temperature, dim=-1)
     return logprobs.gather(1, labels.unsqueeze(1)).squeeze(1)
+
+
+class Head:
+    """hidden [N, H], weight [V, H] and the other arguments of the head, with a batch whose old logprobs fit."""
+
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, scale: float = 1.0, bias: float | None = None, **options: object
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.hidden = torch.randn(N, H, generator=generator).to(dtype)
+        self.weight = (scale * torch.randn(V, H, generator=generator) / H**0.5).to(dtype)
+        self.options = options
+        if bias is not None:
+            self.options["bias"] = bias + torch.randn(V, generator=generator)
+        vocab = options.get("vocab") or V
+        best = (self.hidden.float() @ self.weight.float().mT)[:, :vocab].argmax(dim=1)
+        self.batch = make_batch(
+            lambda labels: oracle_logprobs(self.hidden, self.weight, labels, **self.options), vocab, likely=best
+        )
+
+    def leaves(self, *, frozen: bool = False) -> tuple[torch.Tensor | None, ...]:
+        """Copies that gather gradients: hidden, weight, bias (or none)."""
+        bias = self.options.get("bias")
+        return (
+            self.hidden.clone().requires_grad_(),
+            self.weight.clone().requires_grad_(not frozen),
+            None if bias is None else bias.clone().requires_grad_(not frozen),
+        )
+
+    def oracle(
+        self, leaves: tuple[torch.Tensor | None, ...], name: str, ratio_level: str, advantage_level: str, *, beta: float
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        """The loss of the leaves' values, and float64 leaves that gather its gradients."""
+        doubles = tuple(None if leaf is None else leaf.detach().double().requires_grad_() for leaf in leaves)
+        hidden, weight, bias = doubles
+        logprobs = oracle_logprobs(hidden, weight, self.batch.labels, **{**self.options, "bias": bias})
+        settings = {**SETTINGS[name], "beta": beta}
+        return oracle_loss(logprobs, self.batch, name, ratio_level, advantage_level, **settings), doubles

@@ -16,62 +16,19 @@ from tolerances import (
 
 torch = pytest.importorskip("torch")
 
-from policy_fixtures import ADMITTED, EVERY, SETTINGS, N, make_batch, oracle_logprobs, oracle_loss  # noqa: E402
+from policy_fixtures import EVERY, OWN, SETTINGS, H, Head, N, V, oracle_logprobs  # noqa: E402
 from xdkernels.policy_loss import fused_policy_loss  # noqa: E402
-
-H, V = 16, 61
-OWN = [(name, *pairs.split()[0].split("/")) for name, pairs in ADMITTED.items()]
-
-
-class Head:
-    """hidden [N, H], weight [V, H] and the other arguments of the head, with a batch whose old logprobs fit."""
-
-    def __init__(self, dtype=torch.float32, scale=1.0, seed=0, bias=None, **options):
-        generator = torch.Generator().manual_seed(seed)
-        self.hidden = torch.randn(N, H, generator=generator).to(dtype)
-        self.weight = (scale * torch.randn(V, H, generator=generator) / H**0.5).to(dtype)
-        self.options = options
-        if bias is not None:
-            self.options["bias"] = bias + torch.randn(V, generator=generator)
-        vocab = options.get("vocab") or V
-        best = (self.hidden.float() @ self.weight.float().mT)[:, :vocab].argmax(dim=1)
-        self.batch = make_batch(
-            lambda labels: oracle_logprobs(self.hidden, self.weight, labels, **self.options), vocab, likely=best
-        )
-
-    def leaves(self, *, frozen=False):
-        """Copies that gather gradients: hidden, weight, bias (or none)."""
-        bias = self.options.get("bias")
-        return (
-            self.hidden.clone().requires_grad_(),
-            self.weight.clone().requires_grad_(not frozen),
-            None if bias is None else bias.clone().requires_grad_(not frozen),
-        )
-
-
-def given(name, ratio_level, advantage_level, batch, **changes):
-    """Keyword arguments of the loss for a batch."""
-    arguments = {
-        "objective": name, "ratio_level": ratio_level, "advantage_level": advantage_level,
-        **SETTINGS[name], **batch.structure, **changes,
-    }  # fmt: skip
-    return arguments
 
 
 def loss_of(leaves, head, batch, name, ratio_level, advantage_level, **changes):
     hidden, weight, bias = leaves
-    options = {**head.options, "bias": bias}
+    arguments = {
+        "objective": name, "ratio_level": ratio_level, "advantage_level": advantage_level,
+        **SETTINGS[name], **batch.structure, **head.options, "bias": bias, **changes,
+    }  # fmt: skip
     return fused_policy_loss(
-        hidden, weight, batch.labels, batch.advantages[advantage_level], batch.old_logprobs,
-        **{**given(name, ratio_level, advantage_level, batch), **options, **changes},
-    )  # fmt: skip
-
-
-def oracle_of(leaves, head, name, ratio_level, advantage_level, beta):
-    hidden, weight, bias = (None if leaf is None else leaf.detach().double().requires_grad_() for leaf in leaves)
-    logprobs = oracle_logprobs(hidden, weight, head.batch.labels, **{**head.options, "bias": bias})
-    loss = oracle_loss(logprobs, head.batch, name, ratio_level, advantage_level, beta=beta, **SETTINGS[name])
-    return loss, (hidden, weight, bias)
+        hidden, weight, batch.labels, batch.advantages[advantage_level], batch.old_logprobs, **arguments
+    )
 
 
 def compare(head, name, ratio_level, advantage_level, *, loss_within, gradient_within, frozen=False, beta=0.05):
@@ -80,7 +37,7 @@ def compare(head, name, ratio_level, advantage_level, *, loss_within, gradient_w
         leaves, head, head.batch, name, ratio_level, advantage_level,
         beta=beta, reference_logprobs=head.batch.reference_logprobs,
     )  # fmt: skip
-    wanted, oracles = oracle_of(leaves, head, name, ratio_level, advantage_level, beta)
+    wanted, oracles = head.oracle(leaves, name, ratio_level, advantage_level, beta=beta)
     assert loss.dtype == torch.float32
     assert loss.shape == ()
     assert abs(loss.item() - wanted.item()) < loss_within
