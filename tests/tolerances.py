@@ -55,5 +55,5 @@ POLICY_GRADIENT_BFLOAT16 = 1e-2
 LOGPROB_GRADIENT_FLOAT32 = 5e-6
 #: the same rounded to their dtype: half a unit in the last place, relative to the gradient
 GRADIENT_ROUNDING = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-#: the logprob of a token that leaves e^-5 to e^-30 to all others, whose logits are float32 values up to 40: relative
+#: the logprob of a token that leaves e^-5 to e^-20 to all others, whose logits are float32 values up to 30: relative
 LIKELY_LOGPROB_RELATIVE = 3e-5

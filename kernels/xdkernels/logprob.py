@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from xdkernels import arguments
 from xdkernels.dispatch import use_kernels
@@ -99,10 +98,11 @@ class _SelectedLogprob(torch.autograd.Function):
         return logprobs, merged[-1]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, of_logprob, of_entropy):
         from xdkernels.jit import logprob as kernels
 
+        if torch.is_grad_enabled():  # create_graph: what follows would be a constant to it
+            raise RuntimeError("selected_logprob has no second derivative")
         logits, ids, *merged = ctx.saved_tensors
         found = None
         if of_logprob is not None or of_entropy is not None:

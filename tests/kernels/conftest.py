@@ -90,6 +90,11 @@ if INTERPRETED and can_run():
     _let_bfloat16_be_rounded()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """numpy warns where the interpreter computes what a GPU computes quietly: inf - inf, log(0)."""
+    config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where the tests' tensors live: "cpu" under the interpreter, else "cuda"."""

@@ -15,7 +15,7 @@ import triton.language as tl
 FUSION = {"enable_fp_fusion": False}
 #: where running maxima start: finite, so that a column of -inf gives exp(-inf - LOWEST) = 0 and no NaN
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-#: exp(x) is 0 in float32 below this; x * exp(x) is taken from here on, so that -inf has no part in it
+#: exp(x) is 0 in float32 here and below; an x that multiplies exp(x) stops here, so that 0 is not multiplied by -inf
 UNDERFLOW = tl.constexpr(-128.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
 

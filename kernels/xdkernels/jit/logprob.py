@@ -40,7 +40,7 @@ GRADIENT = TileLaunch(lanes=1024, depth=2, warps=4, stages=1)
 def _absorb(maximum_L, total_L, weighted_L, x_DL, LANES: tl.constexpr, DEPTH: tl.constexpr, ENTROPY: tl.constexpr):
     """The lanes' maximum, sum of exp(x - maximum), and sum of exp(x - maximum) (x - maximum), with a tile more."""
     higher_L = tl.maximum(maximum_L, tl.max(x_DL, axis=0))
-    shift_L = tl.maximum(maximum_L - higher_L, LOWEST)  # LOWEST - 1e38 would be -inf, and 0 * -inf NaN
+    shift_L = tl.maximum(maximum_L - higher_L, UNDERFLOW)  # of a lane without a column yet, too
     scale_L = exp(shift_L)
     shifted_DL = x_DL - higher_L[None, :]
     weight_DL = exp(shifted_DL)
@@ -91,7 +91,7 @@ def _partials_kernel(
         maximum_L, total_L, weighted_L = _absorb(maximum_L, total_L, weighted_L, x_DL, LANES, DEPTH, ENTROPY)
 
     highest = tl.max(maximum_L, axis=0)
-    shift_L = tl.maximum(maximum_L - highest, LOWEST)
+    shift_L = tl.maximum(maximum_L - highest, UNDERFLOW)
     scale_L = exp(shift_L)
     one = tl.arange(0, 1)
     tl.store(maximum + program, highest)

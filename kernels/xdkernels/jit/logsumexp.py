@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from xdkernels.jit.fold import FUSION, LOWEST, exp, fold_sum
+from xdkernels.jit.fold import FUSION, LOWEST, UNDERFLOW, exp, fold_sum
 from xdkernels.jit.launch import on_device_of
 
 
@@ -37,7 +37,7 @@ def _merge_kernel(
     maximum_RK = tl.load(maximum + place, mask=present, other=LOWEST)
     total_RK = tl.load(total + place, mask=present, other=0.0)
     maximum_R = tl.max(maximum_RK, axis=1)
-    shift_RK = tl.maximum(maximum_RK - maximum_R[:, None], LOWEST)  # LOWEST - 1e38 would be -inf, and 0 * -inf NaN
+    shift_RK = tl.maximum(maximum_RK - maximum_R[:, None], UNDERFLOW)  # of an empty block, too
     scale_RK = exp(shift_RK)
     total_R = fold_sum(total_RK * scale_RK, ROWS, PADDED)
     log_total_R = tl.log(total_R)

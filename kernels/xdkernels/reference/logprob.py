@@ -15,7 +15,7 @@ from xdkernels.logsumexp import default_vocab_block
 
 #: where maxima start: finite, so that a column of -inf gives exp(-inf - LOWEST) = 0 and no NaN
 LOWEST = torch.finfo(torch.float32).min
-#: exp(x) is 0 in float32 below this; x * exp(x) is taken from here on, so that -inf has no part in it
+#: exp(x) is 0 in float32 here and below; an x that multiplies exp(x) stops here, so that 0 is not multiplied by -inf
 UNDERFLOW = -128.0
 
 
@@ -84,7 +84,7 @@ def merge_logsumexp(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """maximum, log of the total, and entropy (none without weighted), float32 [N], of K blocks' partials [N, K]."""
     maximum_N = maximum.amax(dim=1)
-    shift_NK = (maximum - maximum_N.unsqueeze(1)).clamp(min=LOWEST)  # LOWEST - 1e38 would be -inf, and 0 * -inf NaN
+    shift_NK = (maximum - maximum_N.unsqueeze(1)).clamp(min=UNDERFLOW)
     scale_NK = shift_NK.exp()
     total_N = _fold(total * scale_NK)
     log_total_N = total_N.log()
