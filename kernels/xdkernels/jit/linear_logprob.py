@@ -7,11 +7,17 @@ are folded by index (`jit.fold`), for the compiler's own order would follow its 
 
 Exponentials are taken in base 2 against an integer reference, a row and a tile: 2^(x - r). A change of reference is
 then a multiplication by a power of two, which is exact in bfloat16 as in float32. That is what makes two products
-enough for a frozen head. The gradient of a row's logprob is weight[id] - sum_v p_v weight_v, and p_v must be known to
-the second product before the row's log-sum-exp is. So the tile stores 2^(x - r) in bfloat16, rounded once; tiles whose
-reference is not the row's are scaled (exactly) to it; and 1 / sum multiplies the second product's result, in float32.
-The reference is the selected token's own logit, from a dot product ahead of the sweep, wherever the tile's maximum is
-within 2^REACH of it: almost always, so that almost no tile needs scaling.
+enough for a frozen head. The gradient of a row's logprob is
+
+    (1 - p_id) weight[id] - sum over v != id of p_v weight[v]
+
+and p_v must be known to the second product before the row's log-sum-exp is. So the tile stores 2^(x - r) in bfloat16,
+rounded once; tiles whose reference is not the row's are scaled (exactly) to it; and 1 / total multiplies the second
+product's result, in float32. The reference is the selected token's own logit, from a dot product ahead of the sweep,
+wherever the tile's maximum is within 2^REACH of it: almost always, so that almost no tile needs scaling.
+
+The selected token is kept out of every sum, and joins at the merge. Where it has nearly all of the probability, 1 - p
+is then a sum of small things and no difference of large ones: neither its logprob nor its gradient loses digits.
 
 Shape suffixes: M rows (tokens) and N columns (vocabulary) of a tile, K its slice of the hidden size, T tiles of a row.
 """
@@ -49,9 +55,8 @@ class Tiling:
 
 
 TILING = Tiling()
-#: tiles of a row that the merge reads at a time: all, up to 262144 columns
-MERGE_TILES = 1024
-MERGE_ROWS = 8
+#: rows times tiles (a power of two) that a program of the merge holds in registers
+MERGE_SIZE = 8192
 
 
 @triton.jit
@@ -126,7 +131,8 @@ def _head_kernel(
 ):  # fmt: skip
     """Tiles of the head, each reduced to a row's (reference, sum 2^(x - r), sum 2^(x - r) (x - r)), at [tile, row].
 
-    The tile that holds a row's selected token writes its logit. STORE: also 2^(x - r) times the softcap's slope.
+    The selected token is left out; the tile that holds it writes its logit. STORE: also 2^(x - r) times the softcap's
+    slope, 0 for the selected token.
     """
     for tile in range(tl.program_id(0), row_blocks * column_blocks, programs):
         row_block, column_block = _place(tile, row_blocks, column_blocks, GROUP_M)
@@ -145,56 +151,63 @@ def _head_kernel(
         top_M = tl.ceil(tl.max(x_MN, axis=1) * LOG2_E)
         own_M = (tl.abs(top_M - reference_M) > REACH) & (top_M > LOWEST)
         reference_M = tl.where(own_M, top_M, reference_M)
+        hit_MN = columns_N[None, :] == token_M[:, None]
+        here_M = (token_M >= column) & (token_M < column + BLOCK_N)
+        logit_M = tl.sum(tl.where(hit_MN, x_MN, 0.0), axis=1)  # one of them is no zero
+        tl.store(selected + rows_M, logit_M, mask=live_M & here_M)
         shifted_MN = x_MN * LOG2_E - reference_M[:, None]
-        e_MN = tl.exp2(shifted_MN)
+        e_MN = tl.where(hit_MN, 0.0, tl.exp2(shifted_MN))
         at = column_block.to(tl.int64) * N + rows_M
         tl.store(references + at, reference_M, mask=live_M)
         tl.store(totals + at, fold_sum(e_MN, BLOCK_M, BLOCK_N), mask=live_M)
         if ENTROPY:
             product_MN = tl.where(e_MN == 0.0, 0.0, e_MN * shifted_MN)  # 0 * -inf is 0 here; NaN stays
             tl.store(weighted + at, fold_sum(product_MN, BLOCK_M, BLOCK_N), mask=live_M)
-        here_M = (token_M >= column) & (token_M < column + BLOCK_N)
-        hit_MN = columns_N[None, :] == token_M[:, None]
-        tl.store(selected + rows_M, tl.sum(tl.where(hit_MN, x_MN, 0.0), axis=1), mask=live_M & here_M)  # one is not 0
         if STORE:
             exponentials.store([row, column], (e_MN * slope_MN).to(tl.bfloat16))
 
 
+@triton.jit
+def _log1p(x):
+    """log(1 + x) for x >= 0: the logarithm of what 1 + x was rounded to, corrected for the rounding."""
+    above = 1.0 + x
+    return tl.where(above == 1.0, x, tl.log(above) * (x / (above - 1.0)))
+
+
 @triton.jit(do_not_specialize=["N"])
 def _merge_kernel(
-    references, totals, weighted, selected, logprobs, entropies, row_reference, row_total, N, tiles,
-    ENTROPY: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    references, totals, weighted, selected, logprobs, entropies, row_reference, row_total, row_rest, N, tiles,
+    ENTROPY: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """A row's tiles in one: TILES at a time in their order, folded by index within them."""
+    """A row's tiles in one, folded by their index, and the selected token with them.
+
+    row_total: sum of 2^(x - row_reference); row_rest: the same without the selected token.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lanes = tl.arange(0, PADDED)
     live = rows < N
-    top = tl.full((ROWS,), LOWEST, tl.float32)
-    for first in range(0, tiles, TILES):
-        lanes = first + tl.arange(0, TILES)
-        at = lanes.to(tl.int64)[None, :] * N + rows[:, None]
-        mask = live[:, None] & (lanes < tiles)[None, :]
-        top = tl.maximum(top, tl.max(tl.load(references + at, mask=mask, other=LOWEST), axis=1))
-    total = tl.zeros((ROWS,), tl.float32)
-    weight = tl.zeros((ROWS,), tl.float32)
-    for first in range(0, tiles, TILES):
-        lanes = first + tl.arange(0, TILES)
-        at = lanes.to(tl.int64)[None, :] * N + rows[:, None]
-        mask = live[:, None] & (lanes < tiles)[None, :]
-        shift = tl.load(references + at, mask=mask, other=LOWEST) - top[:, None]
-        scale = tl.exp2(shift)  # a power of two: exact
-        t = tl.load(totals + at, mask=mask, other=0.0)
-        total += fold_sum(tl.where(mask, scale * t, 0.0), ROWS, TILES)
-        if ENTROPY:
-            w = tl.load(weighted + at, mask=mask, other=0.0) + tl.where(scale == 0.0, 0.0, shift * t)
-            weight += fold_sum(tl.where(mask, scale * w, 0.0), ROWS, TILES)
+    mask = live[:, None] & (lanes < tiles)[None, :]
+    at = lanes.to(tl.int64)[None, :] * N + rows[:, None]
+    own = tl.load(references + at, mask=mask, other=LOWEST)
+    x = tl.load(selected + rows, mask=live, other=0.0) * LOG2_E
+    top = tl.max(own, axis=1)
+    shift = own - top[:, None]
+    scale = tl.exp2(shift)  # a power of two: exact
+    tile_totals = tl.load(totals + at, mask=mask, other=0.0)
+    rest = fold_sum(scale * tile_totals, ROWS, PADDED)
+    of_selected = tl.exp2(x - top)
+    total = rest + of_selected
     log2_total = tl.log2(total)
-    x = tl.load(selected + rows, mask=live, other=0.0) * LOG2_E - top
-    logprob = (x - log2_total) * LN_2
-    # at most 0 by its meaning; the two roundings of 2^x and log2 can leave a last bit above it. NaN stays.
-    tl.store(logprobs + rows, tl.where(logprob > 0.0, 0.0, logprob), mask=live)
+    # a likely token's logprob is as exact as what is left to the others; an unlikely one's as its logit
+    logprob = tl.where(of_selected > rest, -_log1p(rest / of_selected), (x - top - log2_total) * LN_2)
+    tl.store(logprobs + rows, logprob, mask=live)
     tl.store(row_reference + rows, top, mask=live)
     tl.store(row_total + rows, total, mask=live)
+    tl.store(row_rest + rows, rest, mask=live)
     if ENTROPY:
+        moved = tl.load(weighted + at, mask=mask, other=0.0) + tl.where(scale == 0.0, 0.0, shift * tile_totals)
+        weight = fold_sum(scale * moved, ROWS, PADDED)
+        weight += tl.where(of_selected == 0.0, 0.0, of_selected * (x - top))
         tl.store(entropies + rows, (log2_total - weight / total) * LN_2, mask=live)
 
 
@@ -218,26 +231,26 @@ def _rescale_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def _direction_kernel(
-    sums, weight, ids, selected, row_total, direction, N, H, weight_stride, softcap, temperature,
+    sums, weight, ids, selected, row_total, row_rest, direction, N, H, weight_stride, softcap, temperature,
     SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """d logprob / d hidden of a row: (weight[id] slope[id] - sums / total) / temperature."""
+    """d logprob / d hidden of a row: (rest / total weight[id] slope[id] - sums / total) / temperature."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(ids + row).to(tl.int64)
     total = tl.load(row_total + row)
-    slope = 1.0
+    missing = tl.load(row_rest + row) / total
     if SOFTCAP:
         capped = tl.load(selected + row)
         if TEMPERED:
             capped = capped * temperature
         bent = capped / softcap
-        slope = 1.0 - bent * bent
+        missing = missing * (1.0 - bent * bent)
     for k in range(0, H, BLOCK):
         lanes = k + tl.arange(0, BLOCK)
         inside = lanes < H
         w = tl.load(weight + token * weight_stride + lanes, mask=inside, other=0.0).to(tl.float32)
         s = tl.load(sums + row * H + lanes, mask=inside, other=0.0)
-        d = w * slope - s / total
+        d = w * missing - s / total
         if TEMPERED:
             d = d / temperature
         tl.store(direction + row * H + lanes, d.to(direction.dtype.element_ty), mask=inside)
@@ -245,7 +258,7 @@ def _direction_kernel(
 
 @triton.jit(do_not_specialize=["N", "row_blocks", "programs"])
 def _logit_gradient_kernel(
-    hidden, weight, gradients, bias, ids, logsumexp, entropy, upstream, entropy_upstream,
+    hidden, weight, gradients, bias, ids, missing, logsumexp, entropy, upstream, entropy_upstream,
     N, columns, first_column, vocab, H, row_blocks, column_blocks, programs, softcap, temperature,
     HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, ENTROPY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
@@ -269,7 +282,8 @@ def _logit_gradient_kernel(
         log_p_MN = x_MN - logsumexp_M[:, None]
         p_MN = tl.exp(log_p_MN)
         hit_MN = columns_N[None, :] == token_M[:, None]
-        gradient_MN = upstream_M[:, None] * (tl.where(hit_MN, 1.0, 0.0) - p_MN)
+        missing_M = tl.load(missing + rows_M, mask=live_M, other=0.0)
+        gradient_MN = upstream_M[:, None] * tl.where(hit_MN, missing_M[:, None], -p_MN)
         if ENTROPY:
             # d entropy / d x_v = -p_v (log p_v + entropy)
             entropy_M = tl.load(entropy + rows_M, mask=live_M, other=0.0)
@@ -335,7 +349,7 @@ def sweep(
     def floats(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=hidden.device)
 
-    reference, selected, logprobs, row_reference, row_total = (floats(rows) for _ in range(5))
+    reference, selected, logprobs, row_reference, row_total, row_rest = (floats(rows) for _ in range(6))
     references, totals = floats(tiles, rows), floats(tiles, rows)
     weighted = floats(tiles, rows) if entropy else totals
     entropies = floats(rows) if entropy else None
@@ -359,9 +373,11 @@ def sweep(
             **head.constants, ENTROPY=entropy, STORE=direction, **_blocks(tiling),
             num_warps=tiling.num_warps, num_stages=tiling.num_stages,
         )  # fmt: skip
-        _merge_kernel[(triton.cdiv(rows, MERGE_ROWS),)](
+        padded_tiles = triton.next_power_of_2(tiles)
+        merged_rows = max(1, MERGE_SIZE // padded_tiles)
+        _merge_kernel[(triton.cdiv(rows, merged_rows),)](
             references, totals, weighted, selected, logprobs, entropies if entropy else logprobs,
-            row_reference, row_total, rows, tiles, ENTROPY=entropy, ROWS=MERGE_ROWS, TILES=MERGE_TILES,
+            row_reference, row_total, row_rest, rows, tiles, ENTROPY=entropy, ROWS=merged_rows, PADDED=padded_tiles,
             num_warps=8,
         )  # fmt: skip
         found = None
@@ -373,8 +389,8 @@ def sweep(
             sums = product(exponentials[:, : head.weight.shape[0]], head.weight)
             found = torch.empty(rows, width, dtype=hidden.dtype, device=hidden.device)
             _direction_kernel[(rows,)](
-                sums, head.weight, ids, selected, row_total, found, rows, width, head.weight.stride(0), *head.scalars,
-                SOFTCAP=head.softcap is not None, TEMPERED=head.temperature != 1.0,
+                sums, head.weight, ids, selected, row_total, row_rest, found, rows, width, head.weight.stride(0),
+                *head.scalars, SOFTCAP=head.softcap is not None, TEMPERED=head.temperature != 1.0,
                 BLOCK=min(2048, triton.next_power_of_2(width)),
             )  # fmt: skip
     logsumexp = (row_reference + row_total.log2()) * LN_2.value
@@ -382,12 +398,13 @@ def sweep(
 
 
 def logit_gradients(
-    hidden: torch.Tensor, head: Head, ids: torch.Tensor, logsumexp: torch.Tensor, entropy: torch.Tensor | None,
-    upstream: torch.Tensor, entropy_upstream: torch.Tensor | None, columns: slice, out: torch.Tensor,
+    hidden: torch.Tensor, head: Head, ids: torch.Tensor, logprobs: torch.Tensor, logsumexp: torch.Tensor,
+    entropy: torch.Tensor | None, upstream: torch.Tensor, entropy_upstream: torch.Tensor | None, columns: slice,
+    out: torch.Tensor,
 ) -> None:  # fmt: skip
     """Fill `out`, bfloat16 [N, columns rounded up to tiles], with d loss / d (hidden @ weight.T) over the columns.
 
-    logsumexp, upstream: float32 [N]; entropy and entropy_upstream go together, or are both none.
+    logprobs, logsumexp, upstream: float32 [N]; entropy and entropy_upstream go together, or are both none.
     """
     rows, width = hidden.shape
     tiling = head.tiling
@@ -399,7 +416,7 @@ def logit_gradients(
             TensorDescriptor.from_tensor(hidden, [tiling.block_m, tiling.block_k]),
             TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k]),
             TensorDescriptor.from_tensor(out, [tiling.block_m, tiling.block_n]),
-            head.bias if head.bias is not None else logsumexp, ids, logsumexp,
+            head.bias if head.bias is not None else logsumexp, ids, -torch.expm1(logprobs), logsumexp,
             entropy if entropy_upstream is not None else logsumexp, upstream,
             entropy_upstream if entropy_upstream is not None else upstream,
             rows, weight.shape[0], columns.start, head.vocab, width, row_blocks, tiles, programs, *head.scalars,

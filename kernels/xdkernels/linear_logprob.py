@@ -1,0 +1,197 @@
+"""Head and selected logprob in one: `[N, V]` logits are never stored, and never rounded below float32.
+
+How many products of the size of the head a call takes, with bfloat16 operands on a GPU:
+
+    forward alone                                  1
+    forward and backward, frozen head              2   each row's direction is formed in the forward
+    forward and backward, head trained as well     4   head, head again, and one for hidden and weight each
+    a gradient through the entropy                 as for a trained head, less the weight's product if it is frozen
+
+Shape suffixes: N tokens, H hidden size, V vocabulary rows (padding included).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from xdkernels import arguments
+from xdkernels.dispatch import use_kernels
+from xdkernels.reference import logprob as reference
+
+if TYPE_CHECKING:
+    from xdkernels.jit.linear_logprob import Head
+
+#: rows of a sweep that keeps its exponentials: 1024 x 151936 of bfloat16 are 0.29 GiB, and fill an H200 with 128 tiles
+CHUNK_TOKENS = 1024
+#: rows of a sweep that keeps nothing but three numbers a tile
+FORWARD_ROWS = 16384
+#: vocabulary columns whose gradients are formed at a time where the head is trained
+GRADIENT_COLUMNS = 8192
+#: rows whose gradients are formed at a time
+GRADIENT_ROWS = 8192
+_ALIGNED_BYTES = 16
+
+
+def linear_selected_logprob(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    vocab: int | None = None,
+    *,
+    entropy: bool = False,
+    chunk_tokens: int = CHUNK_TOKENS,
+    check: bool = True,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The logprob of one selected token a row under the head, in nats; differentiable in hidden, weight and bias.
+
+    hidden: floating [N, H]. weight: the same dtype [V, H]. ids: integers [N], each in [0, vocab). bias: floating [V].
+    The logits are hidden @ weight.T + bias, then softcap * tanh(logits / softcap), then logits / temperature, float32
+    throughout: operands are multiplied as they are and accumulated in float32. vocab: the columns that count, when the
+    last ones are padding. entropy: also return that of each row's distribution.
+
+    Returns float32 [N], or two of them. The gradients have their operand's dtype; that of hidden is accumulated in
+    float32 from probabilities rounded to the operands' dtype. chunk_tokens: rows whose probabilities are held at a
+    time while a gradient is asked for: chunk_tokens * V * 2 bytes. A row's logprob and gradient for hidden do not
+    depend on N or on other rows; its gradient does depend on chunk_tokens where the library's product does.
+    check: look at the ids' values, which waits for the device. ValueError: shapes, dtypes, devices or ids that do not
+    fit.
+
+    bfloat16 on a GPU takes the kernels; everything else takes the plain-torch twin.
+    """
+    arguments.require_linear(hidden, weight, ids, bias, temperature, softcap, vocab, check=check)
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be positive: {chunk_tokens}")
+    if not use_kernels(hidden) or hidden.dtype != torch.bfloat16:
+        return reference.linear_selected_logprob(
+            hidden, weight, ids, bias, temperature, softcap, vocab, entropy=entropy, check=False
+        )
+    vocab = weight.shape[0] if vocab is None else vocab
+    direction = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
+    direction = direction and not (bias is not None and bias.requires_grad)
+    logprobs, entropies = _LinearLogprob.apply(
+        hidden, weight, ids, bias, temperature, softcap, vocab, entropy, chunk_tokens, direction
+    )
+    return (logprobs, entropies) if entropy else logprobs
+
+
+class _LinearLogprob(torch.autograd.Function):
+    """Forward: one sweep, chunk by chunk. Backward: scale the directions, or sweep again."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, ids, bias, temperature, softcap, vocab, entropy, chunk_tokens, direction):
+        from xdkernels.jit import linear_logprob as kernels
+
+        ctx.set_materialize_grads(False)
+        ctx.head = functools.partial(
+            kernels.Head, bias=bias, temperature=temperature, softcap=softcap, vocab=vocab
+        )  # fmt: skip
+        rows, width = hidden.shape
+        logprobs, logsumexp = (torch.empty(rows, device=hidden.device) for _ in range(2))
+        entropies = torch.empty(rows if entropy else 0, device=hidden.device)
+        directions = torch.empty_like(hidden, memory_format=torch.contiguous_format) if direction else None
+        head = ctx.head(_rows_aligned(weight))
+        step = chunk_tokens if direction else FORWARD_ROWS
+        for first in range(0, rows, step):
+            chunk = slice(first, min(first + step, rows))
+            swept = kernels.sweep(
+                _rows_aligned(hidden[chunk]), head, ids[chunk], entropy=entropy,
+                direction_rows=chunk_tokens if direction else None,
+            )  # fmt: skip
+            logprobs[chunk], logsumexp[chunk] = swept.logprobs, swept.logsumexp
+            if entropy:
+                entropies[chunk] = swept.entropies
+            if direction:
+                directions[chunk] = swept.direction[:, :width]
+        ctx.save_for_backward(
+            hidden, weight, ids, bias, logprobs, logsumexp, entropies if entropy else None, directions
+        )
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx, upstream, entropy_upstream):
+        hidden, weight, ids, bias, logprobs, logsumexp, entropies, directions = ctx.saved_tensors
+        nothing = (None,) * 10
+        if upstream is None and entropy_upstream is None:
+            return nothing
+        if directions is not None and entropy_upstream is None:
+            gradient = torch.mul(directions, upstream.unsqueeze(1), out=torch.empty_like(directions))
+            return gradient, *nothing[1:]
+        needs_hidden, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
+        if upstream is None:
+            upstream = torch.zeros_like(entropy_upstream)
+        gradients = _sweep_again(
+            hidden, weight, ids, ctx.head, logprobs, logsumexp, entropies, upstream, entropy_upstream,
+            (needs_hidden, needs_weight, needs_bias and bias is not None),
+        )  # fmt: skip
+        by_hidden, by_weight, by_bias = gradients
+        return by_hidden, by_weight, None, None if by_bias is None else by_bias.to(bias.dtype), *nothing[4:]
+
+
+def _sweep_again(
+    hidden, weight, ids, head_of, logprobs, logsumexp, entropies, upstream, entropy_upstream, needs
+):  # fmt: skip
+    """The gradients asked for, by a second sweep over slices of the vocabulary. Accumulated in float32."""
+    from xdkernels.jit import linear_logprob as kernels
+
+    needs_hidden, needs_weight, needs_bias = needs
+    rows, width = hidden.shape
+    aligned = _rows_aligned(weight)
+    head: Head = head_of(aligned)
+    upstream = upstream.contiguous()
+    entropy_upstream = None if entropy_upstream is None else entropy_upstream.contiguous()
+    float32 = {"dtype": torch.float32, "device": hidden.device}
+    by_hidden = torch.zeros(rows, aligned.shape[1], **float32) if needs_hidden else None
+    by_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
+    by_bias = torch.zeros(weight.shape[0], **float32) if needs_bias else None
+    blocks = [slice(first, min(first + GRADIENT_ROWS, rows)) for first in range(0, rows, GRADIENT_ROWS)]
+    tile = head.tiling.block_n
+    for first in range(0, weight.shape[0], GRADIENT_COLUMNS):
+        columns = slice(first, min(first + GRADIENT_COLUMNS, weight.shape[0]))
+        count = columns.stop - columns.start
+        of_weight = torch.zeros(count, aligned.shape[1], **float32) if needs_weight else None
+        for block in blocks:
+            h = _rows_aligned(hidden[block])
+            out = torch.empty(h.shape[0], -(-count // tile) * tile, dtype=torch.bfloat16, device=hidden.device)
+            kernels.logit_gradients(
+                h, head, ids[block], logprobs[block], logsumexp[block],
+                None if entropies is None else entropies[block], upstream[block],
+                None if entropy_upstream is None else entropy_upstream[block], columns, out,
+            )  # fmt: skip
+            by_logit = out[:, :count]
+            if needs_hidden:
+                by_hidden[block] += kernels.product(by_logit, aligned[columns])
+            if needs_weight:
+                of_weight += kernels.product(by_logit.mT, h)
+            if needs_bias:
+                by_bias[columns] += by_logit.sum(dim=0, dtype=torch.float32)
+        if needs_weight:
+            by_weight[columns] = of_weight[:, :width].to(weight.dtype)
+    return (
+        by_hidden[:, :width].to(hidden.dtype) if needs_hidden else None,
+        by_weight,
+        by_bias,
+    )
+
+
+def _rows_aligned(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix itself where its rows begin at multiples of 16 bytes and lie in one piece, else a copy that does.
+
+    The copy engine reads no other. A width that is no multiple of 8 is filled up with zeros.
+    """
+    size = matrix.element_size()
+    width = matrix.shape[1]
+    if (
+        matrix.stride(1) == 1
+        and matrix.stride(0) * size % _ALIGNED_BYTES == 0
+        and matrix.stride(0) >= width
+        and matrix.data_ptr() % _ALIGNED_BYTES == 0
+        and width * size % _ALIGNED_BYTES == 0
+    ):
+        return matrix
+    return torch.nn.functional.pad(matrix, (0, -width % (_ALIGNED_BYTES // size))).contiguous()
