@@ -31,7 +31,7 @@ from hf_fixtures import (
 )
 
 from libxd import checkpoint, environment, knobs, sequences
-from libxd.errors import XdError
+from libxd.errors import Status, XdError
 from libxd.runtimes.hf import runtime as hf_runtime
 from libxd.runtimes.protocol import Observation
 
@@ -394,20 +394,50 @@ def test_compiled_steps_really_run_compiled(bench):
     assert (scores.observed.token_ids == SEQUENCES.token_ids).all() and scores.observed.attention_mask.all()
     shown = compiled.behaviour()["rollout.enforce_eager"]
     assert shown.value is False
-    assert shown.evidence["graphs"] >= 1 and shown.evidence["graph_runs"] >= shown.evidence["decode_steps"] > 0
+    assert shown.evidence["graphs"] >= 1 and shown.evidence["graph_runs"] == shown.evidence["decode_steps"] > 0
     shown = eager.behaviour()["rollout.enforce_eager"]
     assert shown.value is True
     assert (shown.evidence["graphs"], shown.evidence["graph_runs"]) == (0, 0)
     assert shown.evidence["decode_steps"] == compiled._steps
-    # held for another case, the same graphs serve it; run in part alone, nothing is claimed
-    compiled.score(SEQUENCES, request("rollout", batch__size=8))
-    assert compiled.behaviour()["rollout.enforce_eager"].value is False
-    compiled._backend.runs -= 1
+    # run in part alone, nothing is claimed
+    compiled._compiled.runs -= 1
     assert compiled.behaviour()["rollout.enforce_eager"].value is None
     # whoever steps around the graph is seen
     compiled._stepper = compiled.base
     compiled.score(SEQUENCES, request("rollout"))
     assert compiled.behaviour()["rollout.enforce_eager"].value is True
+
+
+@needs_compiler
+def test_compiled_numbers_do_not_depend_on_what_was_scored_before(bench):
+    """Kernels are chosen for the sizes that a graph is compiled for: those of another case must not serve this one."""
+    asked = {"rollout__enforce_eager": False}
+    fresh, expected = bench.run("rollout", SEQUENCES, batch__size=8, **asked)
+    graphs = fresh.behaviour()["rollout.enforce_eager"].evidence["graphs"]
+    fresh.close()
+    engine = bench.open("rollout", **asked)
+    smaller = engine.score(SEQUENCES, request("rollout", batch__size=1, **asked))
+    again = engine.score(SEQUENCES, request("rollout", batch__size=8, **asked))
+    assert engine.behaviour()["rollout.enforce_eager"].evidence["graphs"] == graphs  # compiled anew, none left over
+    assert again.logprobs.tobytes() == expected.logprobs.tobytes()
+    assert smaller.logprobs.tobytes() != expected.logprobs.tobytes()
+    engine.close()
+
+
+@needs_compiler
+def test_a_step_that_is_not_one_graph_is_refused(bench):
+    engine = bench.open("rollout", rollout__enforce_eager=False)
+    norm = engine.base.norm.forward
+
+    def broken(states):
+        torch._dynamo.graph_break()
+        return norm(states)
+
+    engine.base.norm.forward = broken
+    with pytest.raises(XdError, match="not one graph") as refused:
+        engine.score(SEQUENCES, request("rollout"))
+    assert refused.value.status == Status.REFUSED
+    engine.close()
 
 
 @needs_compiler

@@ -5,18 +5,18 @@ Shapes: M rows still alive, P longest prompt of the batch (padded on the left), 
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from transformers import DynamicCache
 
 from libxd import canon
 from libxd.runtimes.hf import decoding
 from libxd.runtimes.hf.attention import AttentionCalls, explicit_masks
-from libxd.runtimes.hf.compiled import CountingBackend
+from libxd.runtimes.hf.compiled import Compiled, cannot_compile
 from libxd.runtimes.hf.decoding import Prompt
 from libxd.runtimes.hf.engine import Engine
 from libxd.runtimes.hf.prefix import PrefixStore
@@ -29,14 +29,14 @@ class RolloutEngine(Engine):
     """`engine` are the arguments that materialising wrote down."""
 
     def __init__(self, directory: str, engine: dict[str, Any]) -> None:
-        self._backend = CountingBackend()
+        self._compiled: Compiled | None = None
         self._prefixes = PrefixStore()
         super().__init__(directory, engine)
         self._share_prefixes = engine["enable_prefix_caching"]
         self._stepper = self.base
         if not engine["enforce_eager"]:
-            # dynamic: one graph serves every batch size and cache length, as a serving engine's would
-            self._stepper = torch.compile(self.base, backend=self._backend, dynamic=True)
+            self._compiled = Compiled(self.base)
+            self._stepper = self._compiled.module
 
     def _forget_run(self) -> None:
         super()._forget_run()
@@ -44,7 +44,8 @@ class RolloutEngine(Engine):
         self._prompts: list[str] = []
         self._prefills: list[tuple[int, int]] = []
         self._attention = AttentionCalls()
-        self._backend.runs = 0
+        if self._compiled is not None:
+            self._compiled.forget()
 
     def settings(self) -> dict[str, Observation]:
         ranks, evidence = self._world()
@@ -64,13 +65,14 @@ class RolloutEngine(Engine):
             self._prefixes.clear()
 
     def behaviour(self) -> dict[str, Observation]:
-        compiled = {"graphs": self._backend.graphs, "graph_runs": self._backend.runs, "decode_steps": self._steps,
+        graphs, runs = (self._compiled.graphs, self._compiled.runs) if self._compiled else (0, 0)
+        compiled = {"graphs": graphs, "graph_runs": runs, "decode_steps": self._steps,
                     "eager_attention": self._attention.evidence()}  # fmt: skip
         return {
             "batch.size": self._batch_size(),
             "rollout.dtype": self._compute_dtype(),
             "rollout.enable_prefix_caching": self._shared_prefixes(),
-            "rollout.enforce_eager": Observation(self._ran_eager(), compiled),
+            "rollout.enforce_eager": Observation(_ran_eager(runs, self._steps), compiled),
             "logp.backend": self._logp_backend(),
         }
 
@@ -93,50 +95,42 @@ class RolloutEngine(Engine):
             return Observation(True if computed == stored == distinct else None, evidence)
         return Observation(False if computed == prompts else None, evidence)
 
-    def _ran_eager(self) -> bool | None:
-        """Whether no step ran compiled; None when some did and some may not have: torch stops compiling at a limit."""
-        if self._backend.runs == 0:
-            return True
-        return None if self._backend.runs < self._steps else False
-
     def close(self) -> None:
-        if self._backend.graphs:
-            # graphs of all engines of a process count against one limit, behind which torch runs eager without a word
-            torch.compiler.reset()
-        self._stepper = None
+        if self._compiled is not None:
+            self._compiled.forget()
+        self._compiled = self._stepper = None
         super().close()
 
-    def _score_chunk(
-        self, sequences: Sequences, chunk: list[int], request: Request, observer: Observer, logprobs: np.ndarray
+    def _score_batch(
+        self, sequences: Sequences, batch: list[int], request: Request, observer: Observer, logprobs: np.ndarray
     ) -> None:
         if request.mode == "decode":
-            _Decoding(self, sequences, chunk, request, observer, logprobs).run()
+            _Decoding(self, sequences, batch, request, observer, logprobs).run()
         else:
             with self._attention.counting():
-                self._one_pass(sequences, chunk, request, observer, logprobs)
+                self._one_pass(sequences, batch, request, observer, logprobs)
 
 
 class _Decoding:
     """One batch of a submission on its way through the cache. Finished sequences leave it."""
 
     def __init__(
-        self, engine: RolloutEngine, sequences: Sequences, chunk: list[int], request: Request, observer: Observer,
+        self, engine: RolloutEngine, sequences: Sequences, batch: list[int], request: Request, observer: Observer,
         logprobs: np.ndarray,
     ) -> None:  # fmt: skip
         self.engine = engine
         self.sequences = sequences
-        self.alive = list(chunk)
+        self.alive = list(batch)
         self.request = request
         self.observer = observer
         self.logprobs = logprobs
-        self.prompts = {s: prompt_of(sequences, s) for s in chunk}
+        self.prompts = {s: prompt_of(sequences, s) for s in batch}
         self.width = max(map(len, self.prompts.values()))
 
     def run(self) -> None:
         engine = self.engine
         engine._prompts += [_digest(self.prompts[s]) for s in self.alive]
         cache, last = self._shared_prefill() if engine._share_prefixes else self._prefill(self.alive)
-        engine._chunk_sizes.append(cache.layers[0].keys.shape[0])
         mask = decoding.padded([self.prompts[s].mask for s in self.alive], self.width)
         batch = decoding.Batch(cache, mask)
         step = 0
@@ -190,7 +184,7 @@ class _Decoding:
         if rows:
             cells = np.array([self._cell(self.alive[row], step) for row in rows])
             taken = hidden if len(rows) == len(self.alive) else hidden[rows]
-            self.engine._take(taken, cells, self.sequences, self.request, self.observer, self.logprobs)
+            self.engine._select(taken, cells, self.sequences, self.request, self.observer, self.logprobs)
 
     def _drop_finished(self, batch: decoding.Batch, step: int) -> bool:
         """Take the rows without a token at `step` out of the batch; False when none is left."""
@@ -209,12 +203,24 @@ class _Decoding:
         def forward(ids: Tensor, positions: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
             return engine._forward(engine._stepper, ids, positions, mask, rows, self.observer, cache)
 
-        with engine._attention.counting() if engine._stepper is engine.base else contextlib.nullcontext():
-            hidden = batch.step(
-                forward, sequences.token_ids[cells], sequences.positions[cells], sequences.attention_mask[cells]
-            )
+        fed = sequences.token_ids[cells], sequences.positions[cells], sequences.attention_mask[cells]
+        if engine._stepper is engine.base:
+            with engine._attention.counting():
+                hidden = batch.step(forward, *fed)
+        else:
+            try:
+                hidden = batch.step(forward, *fed)
+            except (Unsupported, FailOnRecompileLimitHit) as error:
+                raise cannot_compile(error, type(engine.model).__name__) from error
         engine._steps += 1
         return hidden
+
+
+def _ran_eager(graph_runs: int, steps: int) -> bool | None:
+    """Whether no step ran compiled; None when some did and some did not."""
+    if graph_runs == 0:
+        return True
+    return False if graph_runs == steps else None
 
 
 def prompt_of(sequences: Sequences, sequence: int) -> Prompt:
