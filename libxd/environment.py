@@ -48,9 +48,13 @@ VARIABLES = (
     "DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "FLASH_ATTENTION_DETERMINISTIC", "MKL_CBWR",
     "MKL_DEBUG_CPU_TYPE", "MKL_ENABLE_INSTRUCTIONS", "NCCL_ALGO", "NCCL_NVLS_ENABLE", "NCCL_PROTO",
     "NVIDIA_TF32_OVERRIDE", "ONEDNN_CPU_ISA_HINTS", "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TRITON_F32_DEFAULT", "TRITON_INTERPRET", "VLLM_ATTENTION_BACKEND",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT", "TORCH_BLAS_PREFER_HIPBLASLT",
+    "TORCH_CUDNN_SDPA_ENABLED", "TORCH_CUDNN_V8_API_DISABLED", "TORCH_LINALG_PREFER_CUSOLVER",
+    "TRANSFORMERS_SDPA_FORCE_GQA", "TRITON_F32_DEFAULT", "TRITON_INTERPRET", "VLLM_ATTENTION_BACKEND",
     "VLLM_BATCH_INVARIANT", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_USE_FLASHINFER_SAMPLER",
 )  # fmt: skip
+#: families of them: settings of compilers, of which each release has others
+VARIABLE_PREFIXES = ("TORCHDYNAMO_", "TORCHINDUCTOR_")
 THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_DYNAMIC", "OMP_NUM_THREADS", "OMP_SCHEDULE", "OPENBLAS_NUM_THREADS")
 
 #: parts of libxd, beside the runtime itself, that stand between an engine and its score file
@@ -76,7 +80,7 @@ def describe() -> dict[str, Any]:
         "compiler": _compiler(os.environ),
         "packages": _packages(),
         "threads": {"cpus": _usable_cpus(), **_set(THREAD_VARIABLES, os.environ)},
-        "variables": _set(VARIABLES, os.environ),
+        "variables": _numeric_variables(os.environ),
         "xd": {"version": __version__, "scorers": _scorers()},
     }
 
@@ -155,6 +159,12 @@ def _set(names: Iterable[str], variables: Mapping[str, str]) -> dict[str, str]:
     return {name: variables[name] for name in names if variables.get(name)}
 
 
+def _numeric_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those that change numbers; of the families none that says where something lies, as a path is no setting."""
+    family = (name for name in variables if name.startswith(VARIABLE_PREFIXES) and os.sep not in variables[name])
+    return _set(sorted({*VARIABLES, *family}), variables)
+
+
 def _packages() -> dict[str, str]:
     """Installed versions; a package that is not there has no key."""
     found = {}
@@ -203,14 +213,14 @@ def _compiler(variables: Mapping[str, str]) -> dict[str, str] | None:
     return None
 
 
-_CUDA_LIBRARY = "libcuda.so.1"
+CUDA_LIBRARY = "libcuda.so.1"
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute, CUDA driver API
 
 
 def _cuda() -> dict[str, Any]:
     """Driver version and visible devices, by the driver library alone; no devices where there is none."""
     try:
-        driver = ctypes.CDLL(_CUDA_LIBRARY)
+        driver = ctypes.CDLL(CUDA_LIBRARY)
     except OSError:
         return {"driver": None, "devices": []}
     version, count = ctypes.c_int(), ctypes.c_int()

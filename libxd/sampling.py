@@ -9,30 +9,22 @@ Shapes: B rows of a batch, V columns of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from libxd import canon, sequences
+from libxd import canon
 from libxd.errors import XdError, XdErrors
-from libxd.prompts import Prompt, digest
+from libxd.prompts import Prompt
 
 if TYPE_CHECKING:
     import numpy as np
 
     from libxd.runtimes.protocol import Generator
-    from libxd.sequences import Sequences
 
+#: the rule of `uniform`, by name
 DRAWS = "blake3-53"
-#: what the recorded logprobs mean: of the logits as they are, whatever was drawn from
-SEMANTICS: dict[str, Any] = {
-    "logprobs": "raw",
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "penalties": {"repetition": 1.0, "presence": 0.0, "frequency": 0.0},
-}
 
 
 @dataclass(frozen=True)
@@ -78,36 +70,6 @@ def sample(
         for response in _decode(generator, responses[start : start + sampling.batch_size], sampling):
             finished(response)
     return responses
-
-
-def freeze(responses: list[Response], metadata: dict[str, Any]) -> Sequences:
-    """The responses as frozen sequences: every drawn token is active, the token that ended a response among them."""
-    import numpy as np
-
-    lengths = [len(r.prompt_ids) + len(r.ids) for r in responses]
-    return sequences.Sequences(
-        token_ids=np.concatenate([np.array(r.prompt_ids + r.ids, np.int32) for r in responses]),
-        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        active_mask=np.concatenate([np.repeat([False, True], [len(r.prompt_ids), len(r.ids)]) for r in responses]),
-        attention_mask=np.ones(sum(lengths), np.bool_),
-        positions=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
-        prompt_lens=np.array([len(r.prompt_ids) for r in responses], np.int32),
-        prompt_index=np.array([r.prompt_index for r in responses], np.int32),
-        logprobs=np.concatenate([np.array([np.nan] * len(r.prompt_ids) + r.logprobs, np.float32) for r in responses]),
-        metadata=metadata,
-    )
-
-
-def metadata(runtime: str, described: dict[str, Any], prompts: list[Prompt], sampling: Sampling) -> dict[str, Any]:
-    """The header metadata of the sequences file; `described` is what the generator says of itself."""
-    return {
-        "schema_version": sequences.SCHEMA_VERSION,
-        "runtime": runtime,
-        **described,
-        "prompts": {"digest": digest(prompts), "ids": [prompt.id for prompt in prompts]},
-        "sampling": {**asdict(sampling), "draws": DRAWS},
-        "semantics": SEMANTICS,
-    }
 
 
 def uniform(seed: int, prompt_id: str, sample: int, step: int) -> float:

@@ -25,7 +25,8 @@ def forget():
 
 
 def described(**variables: str) -> dict:
-    env = {k: v for k, v in os.environ.items() if k not in (*environment.VARIABLES, *environment.THREAD_VARIABLES)}
+    named = (*environment.VARIABLES, *environment.THREAD_VARIABLES)
+    env = {k: v for k, v in os.environ.items() if k not in named and not k.startswith(environment.VARIABLE_PREFIXES)}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "libxd.environment"], capture_output=True, check=True, env={**env, **variables}
     )
@@ -52,6 +53,15 @@ def test_what_is_installed_is_listed_and_nothing_else():
     assert packages["numpy"] == numpy.__version__
     assert "click" not in packages
     assert set(packages) <= set(environment.PACKAGES)
+
+
+@pytest.mark.parametrize("name", ["TRANSFORMERS_SDPA_FORCE_GQA", "TORCH_CUDNN_SDPA_ENABLED", "TORCHINDUCTOR_FREEZING",
+                                  "TORCH_BLAS_PREFER_CUBLASLT", "TORCHDYNAMO_DISABLE"])  # fmt: skip
+def test_what_chooses_attention_and_compiled_kernels_is_recorded(name):
+    before = described()
+    after = described(**{name: "1", "TORCHINDUCTOR_CACHE_DIR": "/some/place", "TORCHVISION": "1"})
+    assert name not in before["variables"]
+    assert after["variables"] == {**before["variables"], name: "1"}
 
 
 def test_neither_torch_nor_numpy_is_loaded():
@@ -131,7 +141,7 @@ def test_the_compiler_is_named_without_its_place(tmp_path, monkeypatch):
 
 
 def test_without_a_driver_there_are_no_devices(monkeypatch):
-    monkeypatch.setattr(environment, "_CUDA_LIBRARY", "libnosuchdriver.so.1")
+    monkeypatch.setattr(environment, "CUDA_LIBRARY", "libnosuchdriver.so.1")
     assert environment._cuda() == {"driver": None, "devices": []}
 
 

@@ -11,7 +11,8 @@ import pytest
 from scoring_fixtures import Bench
 
 from libxd.scoring import room
-from libxd.scoring.room import Intake, has_room
+from libxd.scoring.intake import Intake
+from libxd.scoring.room import has_room
 
 PATIENCE_S = 60.0
 

@@ -50,6 +50,17 @@ def test_a_failing_engine_is_one_line_and_publishes_nothing_and_the_others_go_on
     assert bench.files(bad) == set()
 
 
+@pytest.mark.parametrize(("act", "fresh"), [("raises", True), ("fills-memory", True), ("refuses-to-score", False)])
+def test_an_engine_that_failed_takes_its_process_along(bench, act, fresh):
+    """What failed may have left a broken CUDA context, or memory that a traceback holds; a refusal has not."""
+    before, bad, good = bench.attempts("plain", act, "plain")
+    ran = bench.score(before, bad, good)
+    assert lines(ran.out) == [before, good]
+    first, last = (bench.open(path).readback("rollout")["reuse"] for path in (before, good))
+    assert first == {"engine_serial": 1, "case_serial": 1}
+    assert last == (first if fresh else {"engine_serial": 3, "case_serial": 3})
+
+
 def test_the_traceback_comes_on_request(bench):
     (path,) = bench.attempts("raises")
     assert "Traceback" not in bench.score(path).err

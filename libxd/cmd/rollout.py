@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from libxd import console, prompts, publish, sampling, sequences, strictjson
+from libxd import console, freezing, prompts, publish, sampling, sequences, strictjson
 from libxd.console import Console
 from libxd.errors import Status, XdError
 
@@ -76,7 +76,7 @@ def cli(console: Console, files: tuple[str, ...], model: str, out: Path, runtime
         described = generator.describe()
     finally:
         generator.close()
-    frozen = sampling.freeze(responses, sampling.metadata(runtime, described, rows, chosen))
+    frozen = freezing.freeze(responses, freezing.metadata(runtime, described, rows, chosen))
     written = sequences.write(out, frozen)
     console.info(f"{frozen.num_sequences} sequences, {frozen.num_tokens} tokens, {int(frozen.active_mask.sum())} of "
                  f"them sampled{'' if written else '; the same file was there already'}")  # fmt: skip

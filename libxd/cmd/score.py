@@ -9,7 +9,7 @@ import click
 from libxd import canon, console, environment
 from libxd.console import Console
 from libxd.rundir import SIDES
-from libxd.scoring.room import Intake
+from libxd.scoring.intake import Intake
 from libxd.scoring.supervisor import Supervisor
 from libxd.scoring.task import Task
 

@@ -1,7 +1,4 @@
-"""Whether another engine fits beside what already uses the device, and what to do when it does not.
-
-In a pipe of two sides the first one's engine lives until its input ends. A side that finds no room for its own engine
-reads its input to the end first: by then the other side has finished and given its memory back.
+"""Whether another engine fits beside what already uses the device (what to do when it does not: `intake.py`).
 
 `python -P -m libxd.scoring.room` prints the free bytes of the first visible CUDA device. That needs a context on the
 device, which would stay in a process and which a fork does not survive: so it is a process of its own.
@@ -12,11 +9,10 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from collections import deque
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-CUDA_LIBRARY = "libcuda.so.1"
+from libxd import environment
+
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 ASK_TIMEOUT_S = 60.0
@@ -25,28 +21,6 @@ ASK_TIMEOUT_S = 60.0
 def has_room(needed_bytes: int, free_bytes: int | None, releasing_bytes: int = 0) -> bool:
     """Whether to start at once. releasing_bytes: what our own engine will give back first. None: nobody knows."""
     return free_bytes is None or needed_bytes <= free_bytes + releasing_bytes
-
-
-class Intake:
-    """Lines that are handed on as they come, or read to the end first."""
-
-    def __init__(self, lines: Iterable[str]) -> None:
-        self._coming = iter(lines)
-        self._read: deque[str] = deque()
-
-    def __iter__(self) -> Iterator[str]:
-        while True:
-            if self._read:
-                yield self._read.popleft()
-                continue
-            try:
-                yield next(self._coming)
-            except StopIteration:
-                return
-
-    def read_to_end(self) -> None:
-        """Wait until whoever writes the lines has finished."""
-        self._read.extend(self._coming)
 
 
 def free_bytes(device: str, python: str) -> int | None:
@@ -90,7 +64,7 @@ def _ask_device(python: str) -> int | None:
 def _device_free_bytes() -> int | None:
     """cuMemGetInfo of device 0, through the CUDA driver library."""
     try:
-        driver = ctypes.CDLL(CUDA_LIBRARY)
+        driver = ctypes.CDLL(environment.CUDA_LIBRARY)
     except OSError:
         return None
     context, device = ctypes.c_void_p(), ctypes.c_int()

@@ -12,7 +12,8 @@ from libxd.scoring.lifecycle import Needs
 from libxd.scoring.process import Child, ChildDied
 from libxd.scoring.task import Task
 
-#: statuses after which what the engine said last may help
+#: statuses of an engine that failed: what it said last may help, and its process is not to be trusted with another
+#: case (a CUDA context stays broken; the traceback of an exception holds the memory that ran out)
 _ENGINE_FAILURES = (Status.BUG, Status.RETRY)
 
 
@@ -49,7 +50,7 @@ class Supervisor:
 
         before_engine is called when an engine must be started and finds no room. XdError 69 when the task is refused or
         was materialised for another interpreter, 75 when the child was killed or memory ran out, 70 when the engine
-        fails; the next task then gets a fresh engine.
+        fails: the child is ended then, and the next task gets a new one.
         """
         python = self._python or policy.default_python(task.plan["runtime"])
         require_environment(task, environment.of(python))
@@ -86,11 +87,15 @@ class Supervisor:
             raise
         if needs is not None:
             self._held = needs if answer["holds"] else None
-        if answer["ok"]:
-            return answer
-        issues = [XdError.from_record(record) for record in answer["errors"]]
-        if issues[0].status in _ENGINE_FAILURES:
+        issues = [] if answer["ok"] else [XdError.from_record(record) for record in answer["errors"]]
+        if any(issue.status in _ENGINE_FAILURES for issue in issues):
             self._tell(child, ended=False)
+            child.kill()
+            self._forget_child()
+        elif answer["spent"]:
+            self._end_child()
+        if not issues:
+            return answer
         raise XdErrors(issues) if len(issues) > 1 else issues[0]
 
     def _tell(self, child: Child, ended: bool) -> None:
