@@ -25,11 +25,13 @@ from blake3 import blake3
 
 from libxd import canon, contract, identity, publish, records, tensors
 from libxd.actual import actual
-from libxd.difference import DEFINITION, DIRECTION, QUANTILES, Difference, Measurement, Tokens
+from libxd.difference import DEFINITION, Difference
 from libxd.errors import XdError, of_exception
+from libxd.measurement import DIRECTION, QUANTILES, Measurement
 from libxd.records import JUDGED, Case
 from libxd.rundir import SIDES, Attempt
 from libxd.scores import ScoreFile
+from libxd.tally import Tally
 from libxd.tensors import Lazy
 
 TOKEN_DIFFS = "token_diffs.safetensors"
@@ -87,11 +89,11 @@ def compare(attempt: Attempt) -> dict[str, Any]:
         attempt.refuse_growth(name)
 
     with ThreadPoolExecutor(_THREADS) as pool:  # numpy and BLAKE3 let go of the interpreter lock
-        tokens = pool.submit(Tokens, difference) if difference else None
+        tally = pool.submit(Tally, difference) if difference else None
         digests = {name: pool.submit(_digest, attempt, name) for name in SCORES}
         scored = {side: pool.submit(scores[side].identity) for side in SIDES}
-        measuring = pool.submit(lambda: Measurement(difference, tokens.result())) if difference and tokens else None
-        token_diffs = _write_token_diffs(attempt, case, threshold, difference, tokens)
+        measuring = pool.submit(lambda: Measurement(difference, tally.result())) if difference and tally else None
+        token_diffs = _write_token_diffs(attempt, case, threshold, difference, tally)
         measured = measuring.result() if measuring else None
         inputs = evidence.digests() | {name: found.result() for name, found in digests.items()}
         facts = {side: found.result() for side, found in scored.items()}
@@ -167,13 +169,13 @@ def _write_token_diffs(
     case: Case,
     threshold: float,
     difference: Difference | None,
-    tokens: Future[Tokens] | None,
+    tally: Future[Tally] | None,
 ) -> str:
-    """Publish token_diffs.safetensors; its digest. The logprobs are written while `tokens` is still being computed."""
+    """Publish token_diffs.safetensors; its digest. The logprobs are written while `tally` is still being computed."""
     hasher = blake3()
 
     def chunks() -> Iterator[bytes | memoryview]:
-        arrays = _token_diffs(difference, tokens, threshold) if difference and tokens else _no_token_diffs(threshold)
+        arrays = _token_diffs(difference, tally, threshold) if difference and tally else _no_token_diffs(threshold)
         for chunk in tensors.serialise(arrays, _metadata(case, whole=difference is not None)):
             hasher.update(chunk)
             yield chunk
@@ -182,14 +184,14 @@ def _write_token_diffs(
     return hasher.hexdigest()
 
 
-def _token_diffs(difference: Difference, tokens: Future[Tokens], threshold: float) -> dict[str, Any]:
+def _token_diffs(difference: Difference, tally: Future[Tally], threshold: float) -> dict[str, Any]:
     """The tensors from which the verdict can be recomputed (T tokens, B sequences), each aligned to its own width."""
 
     def column(dtype: str, values: Callable[[slice], np.ndarray]) -> Lazy:
         return Lazy(dtype, (difference.tokens,), map(values, difference.places()))
 
     def total(name: str, dtype: str) -> Lazy:
-        return Lazy(dtype, (sequences,), (getattr(tokens.result(), name) for _ in range(1)))
+        return Lazy(dtype, (sequences,), (getattr(tally.result(), name) for _ in range(1)))
 
     sequences = difference.rollout.cu_seqlens.size - 1
     return {
@@ -246,7 +248,7 @@ def _disagreements(scores: dict[str, ScoreFile]) -> list[dict[str, str]]:
 def _nonfinite(measured: Measurement) -> list[dict[str, str]]:
     problems = []
     for side in SIDES:
-        index = measured.tokens.first_nonfinite[side]
+        index = measured.tally.first_nonfinite[side]
         if index is not None:
             sequence, position = measured.where(index)
             count = measured.counts[f"nonfinite_{side}"]

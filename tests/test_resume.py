@@ -154,8 +154,13 @@ def test_a_partial_or_malformed_attempt_is_passed_over(tmp_path):
     row = sealed(tmp_path).requested()
     run = RunDirectory(tmp_path, "test")
     run.new_attempt(row["case_id"])
-    run.new_attempt(row["case_id"]).file("materialized.json").write_text("{")
-    assert answer(tmp_path, row, now(row)) == ("answered", "a0001")
+    run.new_attempt(row["case_id"]).file("requested.json").write_text("{")
+    malformed = run.new_attempt(row["case_id"])
+    malformed.write_json("requested.json", row)
+    malformed.file("materialized.json").write_text("{")
+    found = outcome(tmp_path, row, now(row))
+    assert (found.state, found.attempt.attempt_id) == ("answered", "a0001")
+    assert [attempt.attempt_id for attempt, _ in found.passed_over] == ["a0004", "a0003"]
 
 
 def test_a_row_that_was_refused_under_the_same_conditions_is_withheld(tmp_path):
