@@ -45,7 +45,7 @@ def score_alone(paths: list[str]) -> None:
         with OperatorSession(catalog.load(task.materialized["smoke_operators"])) as session:
             session.resolve(SIDE, task.plan["operator"])
             if engine is None:
-                context = EngineContext(task.identity, task.requested["locations"], session)
+                context = EngineContext(task.identity, task.requested["locations"])
                 engine = registry.load(task.plan["runtime"]).open(SIDE, task.plan, context)
             engine.bind(session.instance(SIDE))
             engine.score(frozen.read(task.requested["locations"]["sequences"]), task.request)

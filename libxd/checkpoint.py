@@ -53,11 +53,23 @@ def parameter_digests(directory: str | os.PathLike[str], dtype: str) -> dict[str
     return dict(sorted(digests.items()))
 
 
+def tensor_names(directory: str | os.PathLike[str]) -> set[str]:
+    """The names of all tensors of a checkpoint. XdError as `parameter_digests`."""
+    found: set[str] = set()
+    for path, names in weight_files(directory).items():
+        with TensorFile(path, follow_symlinks=True) as file:
+            found.update(names if names is not None else file.names)
+    return found
+
+
 def weight_files(directory: str | os.PathLike[str]) -> dict[Path, list[str] | None]:
-    """The safetensors files of a checkpoint; of a sharded one with the parameters that its index says are there."""
+    """The safetensors files of a checkpoint; of a sharded one with the parameters that its index says are there.
+
+    A single file goes before an index, as transformers has it.
+    """
     directory = Path(directory)
     index = directory / INDEX
-    if not index.exists():
+    if (directory / SINGLE).exists() or not index.exists():
         return {directory / SINGLE: None}
     value = strictjson.load(index)
     weight_map = value.get("weight_map") if isinstance(value, dict) else None

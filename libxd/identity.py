@@ -6,20 +6,25 @@ scorer observed is judged here before any number is looked at.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
 from libxd import canon, resolution
 from libxd.errors import XdError
-from libxd.resolution import SEQUENCE_DIGESTS
+from libxd.knobs import DTYPE_OF_SIDE
+from libxd.resolution import OBSERVED_DIGESTS, SEQUENCE_DIGESTS
 from libxd.rundir import SIDES
 from libxd.strictjson import pointer_to
 
 _SCHEMA_VERSION = "xd.identity.v1"
-_DTYPE_KNOB = {"rollout": "rollout.dtype", "training": "training.compute_dtype"}
 #: what a cache policy lets a scorer be seen doing
 _CACHE_USES = {"kv_cache": ("kv_cache",), "forbidden": ("none",), "allowed": ("kv_cache", "none")}
+#: what is done to logits before the softmax when nothing is
+UNPROCESSED: dict[str, Any] = {
+    "temperature": 1.0, "top_p": 1.0, "top_k": 0,
+    "penalties": {"repetition": 1.0, "presence": 0.0, "frequency": 0.0},
+}  # fmt: skip
 _SCORED = ("token_ids", "active_mask", "cu_seqlens")  # what a score file holds of the sequences
 
 
@@ -71,7 +76,7 @@ def expected(row: Mapping[str, Any], sides: Mapping[str, Mapping[str, Any]]) -> 
 
 def _weights(row: Mapping[str, Any], side: str, plan: Mapping[str, Any]) -> dict[str, Any] | None:
     """Dtype, root digest and parameter digests of a side; None when there is nothing to compute them from."""
-    knob = _DTYPE_KNOB[side]
+    knob = DTYPE_OF_SIDE[side]
     planned = next((record["materialized"] for record in plan["knobs"] if record["knob"] == knob), None)
     dtype = planned or row["values"][knob]
     checkpoint, location = row["identity"]["checkpoint"], row["locations"]["checkpoint"]
@@ -112,6 +117,15 @@ def _synthetic_parameters(runtime: str, synthetic: bytes, dtype: str) -> dict[st
     return digests(strictjson.loads(synthetic, runtime), dtype) if digests else None
 
 
+def held_weights(weights: Mapping[str, Any] | None, not_parameters: Iterable[str]) -> dict[str, str] | None:
+    """The digests that an engine's parameters must have: those of `weights` (of identity.json, for a side), less the
+    tensors of the checkpoint that the model has no parameter for. None: nothing is known of them."""
+    if weights is None:
+        return None
+    left_out = frozenset(not_parameters)
+    return {name: digest for name, digest in weights["parameters"].items() if name not in left_out}
+
+
 # -- what was not so
 
 
@@ -128,11 +142,32 @@ def violations(
     the expected and observed JSON scalar. What was not observed is refused in strict mode; otherwise it counts as
     declared when the identity pins it.
     """
-    return [
+    found = [
         {"code": code, "side": side, "path": path, "expected": wanted, "observed": seen}
         for side in SIDES
         for code, path, wanted, seen in _Judge(identity, side, readbacks[side], scores[side], strict).violations()
     ]
+    return found + list(_between_sides(readbacks))
+
+
+def _between_sides(readbacks: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What no checkpoint pins, but what cannot be so on both sides: one is blamed, both are in the entry.
+
+    A buffer that both hold under one name and in one dtype, such as rotary frequencies, has the same bits on both; a
+    dtype of its own shows where the parameters' dtypes are equal. What one side has as a parameter is one on the other.
+    """
+    rollout, training = (readbacks[side] for side in SIDES)
+    one_dtype = rollout["observed"]["weights_dtype"] == training["observed"]["weights_dtype"]
+    for name in sorted(rollout["buffers"].keys() & training["buffers"].keys()):
+        wanted, seen = rollout["buffers"][name], training["buffers"][name]
+        key = "dtype" if wanted["dtype"] != seen["dtype"] else "digest"
+        if wanted[key] != seen[key] and (key == "digest" or one_dtype):
+            place = f"readback_training.json#{pointer_to(pointer_to('/buffers', name), key)}"
+            yield {"code": "buffers", "side": "training", "path": place, "expected": wanted[key], "observed": seen[key]}
+    for side, other in (SIDES, SIDES[::-1]):
+        for name in sorted(set(readbacks[side]["not_parameters"]) & readbacks[other]["parameters"].keys()):
+            yield {"code": "weights", "side": side, "path": f"readback_{side}.json#{pointer_to('/parameters', name)}",
+                   "expected": readbacks[other]["parameters"][name], "observed": None}
 
 
 #: code, path, expected, observed
@@ -157,11 +192,12 @@ class _Judge:
         self.score = score
         self.strict = strict
         self.mode = identity["rollout_mode"] if side == "rollout" else "teacher_forced"
-        self.weights = identity["weights"][side]
+        self.parameters = held_weights(identity["weights"][side], readback["not_parameters"])
+        self.weights_digest = None if self.parameters is None else canon.digest(self.parameters)
 
     def violations(self) -> Iterator[Violation]:
         sequences = self.identity["sequences"]
-        for name in SEQUENCE_DIGESTS:
+        for name in OBSERVED_DIGESTS:
             yield from self._same(name, sequences[name])
         yield from self._held_weights()
         yield from self._kept_weights()
@@ -196,16 +232,16 @@ class _Judge:
 
     def _held_weights(self) -> Iterator[Violation]:
         """The weights before scoring; the first wrong parameter is named."""
-        wanted, seen, parameters = self.weights, self.observed["weights_before"], self.readback["parameters"]
+        wanted, seen, held = self.parameters, self.observed["weights_before"], self.readback["parameters"]
         if wanted is None or seen is None:
-            yield from self._same("weights_before", wanted and wanted["digest"])
+            yield from self._same("weights_before", self.weights_digest)
             return
-        yield from self._same("weights_dtype", wanted["dtype"])
-        wrong = _first_difference(wanted["parameters"], parameters)
+        yield from self._same("weights_dtype", self.identity["weights"][self.side]["dtype"])
+        wrong = _first_difference(wanted, held)
         if wrong is not None:
-            yield "weights", self._place("parameters", wrong), wanted["parameters"].get(wrong), parameters.get(wrong)
-        elif seen != wanted["digest"]:
-            yield "weights", self._place("observed", "weights_before"), wanted["digest"], seen
+            yield "weights", self._place("parameters", wrong), wanted.get(wrong), held.get(wrong)
+        elif seen != self.weights_digest:
+            yield "weights", self._place("observed", "weights_before"), self.weights_digest, seen
 
     def _kept_weights(self) -> Iterator[Violation]:
         """The weights after scoring against those before; the first changed parameter is named."""
@@ -215,7 +251,7 @@ class _Judge:
             held = self.readback["parameters"].get(name)
             yield "weights-changed", self._place("changed_parameters", name), held, changed[name]
         else:
-            held = self.observed["weights_before"] or (self.weights and self.weights["digest"])
+            held = self.observed["weights_before"] or self.weights_digest
             yield from self._same("weights_after", held, "weights-changed")
 
     def _cache(self) -> Iterator[Violation]:
@@ -226,19 +262,28 @@ class _Judge:
             yield "cache", self._place("observed", "cache"), policy, seen
 
     def _semantics(self) -> Iterator[Violation]:
-        wanted, seen = self.identity["semantics"], self.observed["semantics"]
+        """What was done to the logits: all that processed logprobs are behind, nothing where they are raw."""
+        wanted, seen = _processing(self.identity["semantics"]), self.observed["semantics"]
         if seen is None:
-            yield from self._unseen("semantics", "declared")
-        else:
-            yield from self._differing("semantics", self._place("observed", "semantics"), wanted, seen)
+            # no token whose logprob could have been another one
+            if self.identity["sequences"]["num_active"] != 0:
+                yield from self._unseen("semantics", "declared")
+            return
+        for name, value in wanted.items():
+            place = self._place("observed", "semantics", name)
+            if seen[name] is None:
+                if self.strict:
+                    yield "unobservable", place, None if isinstance(value, Mapping) else value, None
+            else:
+                yield from self._differing("semantics", place, value, seen[name])
 
     def _score_file(self) -> Iterator[Violation]:
         """The score file must speak of the same scoring as the readback, and hold the frozen tokens themselves."""
-        file, metadata, semantics = f"score_{self.side}.safetensors", self.score["metadata"], self.identity["semantics"]
-        yield from self._differing("semantics", f"{file}#/xd/semantics", semantics, metadata["semantics"])
+        file, metadata, observed = f"score_{self.side}.safetensors", self.score["metadata"], self.observed
+        yield from self._differing("semantics", f"{file}#/xd/semantics", observed["semantics"], metadata["semantics"])
         if metadata["mode"] != self.mode:
             yield "scoring-mode", f"{file}#/xd/mode", self.mode, metadata["mode"]
-        yield from self._differing("score-file", f"{file}#/xd/observed", self.observed, metadata["observed"])
+        yield from self._differing("score-file", f"{file}#/xd/observed", observed, metadata["observed"])
         for name in _SCORED:
             wanted = self.identity["sequences"][name]
             if name in self.score and self.score[name] != wanted:
@@ -251,6 +296,11 @@ class _Judge:
                 yield from self._differing(code, pointer_to(path, name), wanted.get(name), seen.get(name))
         elif wanted != seen:
             yield code, path, wanted, seen
+
+
+def _processing(semantics: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands between logits and the logprob that is meant: of raw logprobs, nothing."""
+    return UNPROCESSED if semantics["logprobs"] == "raw" else {name: semantics[name] for name in UNPROCESSED}
 
 
 def _first_difference(wanted: Mapping[str, str], seen: Mapping[str, str]) -> str | None:

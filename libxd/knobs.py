@@ -10,6 +10,9 @@ from libxd.errors import XdError
 Side = Literal["rollout", "training"]
 BOTH: tuple[Side, ...] = ("rollout", "training")
 
+#: the knob that says in which dtype a side holds its weights and computes
+DTYPE_OF_SIDE = {"rollout": "rollout.dtype", "training": "training.compute_dtype"}
+
 DTYPES = ("float32", "float16", "bfloat16")
 DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 #: A backend id that changed its name; the new one is what rows and evidence hold.

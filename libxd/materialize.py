@@ -21,7 +21,6 @@ from libxd.runtimes.protocol import KnobRecord, Runtime, SidePlan
 SCHEMA_VERSION = "xd.materialized.v1"
 OPERATION = "selected_logprob"
 OPERATOR_KNOB = "logp.backend"
-DTYPE_KNOB = {"rollout": "rollout.dtype", "training": "training.compute_dtype"}
 
 
 def materialized(
@@ -162,7 +161,7 @@ class _Side:
         if descriptor is None:
             return [f"no {OPERATION} operator {backend} (there are: {', '.join(self.catalog.backends(OPERATION))})"]
         device = self.plan.engine.get("device", self.row["scenario"]["device"])
-        dtype = self._setting(DTYPE_KNOB[self.side])
+        dtype = self._setting(knobs.DTYPE_OF_SIDE[self.side])
         spread = {name: self._setting(f"{self.side}.{name}") for name in TOPOLOGY[self.side]}
         reasons = operators.check(descriptor, self.side, device, dtype, spread)
         if descriptor.inputs not in getattr(self.runtime, "operator_inputs", ("logits", "hidden")):
@@ -219,6 +218,8 @@ class _Side:
                 "scorer": self.scorer,
                 "environment": self.environment,
                 "catalog": self.catalog.digest,
+                # each repeat in a process of its own: what they differ in is noise from run to run
+                "repeat": self.row["repeat"],
             },
         }
         lifecycle = self.descriptor.lifecycle if self.descriptor else "construction"

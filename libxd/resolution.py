@@ -20,9 +20,12 @@ TOKENIZER_FILES = frozenset({
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model",
 })  # fmt: skip
-_WEIGHT_FILES = (".safetensors", ".safetensors.index.json")
+_MODEL_FILES = ("config.json", "adapter_config.json")
+_MODEL_SUFFIXES = (".safetensors", ".safetensors.index.json", ".py")
 MODEL_FACTS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
-SEQUENCE_DIGESTS = ("token_ids", "selected_ids", "cu_seqlens", "active_mask", "attention_mask", "positions")
+#: what a scorer shows of the frozen tokens, and what their digest covers: where a prompt ends decides batches, too
+OBSERVED_DIGESTS = ("token_ids", "selected_ids", "cu_seqlens", "active_mask", "attention_mask", "positions")
+SEQUENCE_DIGESTS = (*OBSERVED_DIGESTS, "prompt_lens")
 _SEQUENCE_COUNTS = ("num_sequences", "num_tokens", "num_active")
 
 
@@ -66,7 +69,7 @@ def resolve(declared: dict[str, Any], base: Path, where: str) -> Resolution:
     result = Resolution(where, base)
     checkpoint = _checkpoint(declared["checkpoint"], result)
     tokenizer = _tokenizer(declared["tokenizer"], result)
-    sequences = _sequences(declared["sequences"], result)
+    sequences = _sequences(declared["sequences"], tokenizer, result)
     result.identity = {
         "checkpoint": checkpoint,
         "tokenizer": tokenizer,
@@ -81,9 +84,22 @@ def resolve(declared: dict[str, Any], base: Path, where: str) -> Resolution:
     return result
 
 
-def checkpoint_files(directory: str | os.PathLike[str]) -> dict[str, str]:
-    """File name -> digest, of every weight file, its index and the config of a checkpoint directory."""
-    return _digests(directory, lambda name: name == "config.json" or name.endswith(_WEIGHT_FILES))
+def checkpoint_files(directory: str | os.PathLike[str], *, weights: bool = True) -> dict[str, str]:
+    """File name -> digest, of all in a checkpoint directory that decides what a model computes.
+
+    That is every weight file and its index, the config, what makes an adapter of it, and code that it brings along.
+    weights False: without the tensor files, which are large.
+    """
+    return _digests(directory, lambda name: _decides(name) and (weights or not holds_weights(name)))
+
+
+def holds_weights(name: str) -> bool:
+    """Whether a checkpoint's file holds tensors, rather than saying what to do with them."""
+    return name.endswith(".safetensors")
+
+
+def _decides(name: str) -> bool:
+    return name in _MODEL_FILES or name.endswith(_MODEL_SUFFIXES)
 
 
 def tokenizer_files(directory: str | os.PathLike[str]) -> dict[str, str]:
@@ -148,7 +164,7 @@ def _tokenizer(declared: dict[str, Any], result: Resolution) -> dict[str, Any]:
     return identity | {"digest": digest, "files": files}
 
 
-def _sequences(declared: dict[str, Any], result: Resolution) -> dict[str, Any]:
+def _sequences(declared: dict[str, Any], tokenizer: dict[str, Any], result: Resolution) -> dict[str, Any]:
     result.locations["sequences"] = None
     path, given = declared.get("path"), declared.get("digest")
     unknown = dict.fromkeys((*SEQUENCE_DIGESTS, *_SEQUENCE_COUNTS)) | {"digest": given, "packing": "none"}
@@ -164,7 +180,18 @@ def _sequences(declared: dict[str, Any], result: Resolution) -> dict[str, Any]:
                                   path="/identity/sequences/path") for issue in error.issues]  # fmt: skip
         return unknown
     result.locations["sequences"] = str(file)
+    _check_sampler(sequences.header(file), tokenizer, result)
     return identity | {"digest": result.pin("sequences", given, identity["digest"])}
+
+
+def _check_sampler(header: dict[str, Any], tokenizer: dict[str, Any], result: Resolution) -> None:
+    """Ids mean something under the tokenizer alone that made them. Another model may well score them: off-policy."""
+    made_by = (header.get("tokenizer") or {}).get("digest")
+    if made_by and tokenizer["digest"] and made_by != tokenizer["digest"]:
+        result.issues.append(XdError(
+            "the sequences were made with another tokenizer than the one declared", code="tokenizer-differs",
+            where=result.where, path="/identity/sequences/path", found=made_by, expected=tokenizer["digest"],
+            hint="sample with this tokenizer, or name the one they were made with"))  # fmt: skip
 
 
 def _model(declared: dict[str, Any] | None, result: Resolution) -> dict[str, int] | None:

@@ -32,7 +32,7 @@ LAYOUT = {
     "active_mask": ("bool", "T"),
     "attention_mask": ("bool", "T"),
 }
-_PINNED = ("token_ids", "cu_seqlens", "active_mask", "attention_mask", "positions")
+_PINNED = ("token_ids", "cu_seqlens", "active_mask", "attention_mask", "positions", "prompt_lens")
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,11 @@ class Sequences:
     def span(self, sequence: int) -> slice:
         """The cells of one sequence."""
         return slice(int(self.cu_seqlens[sequence]), int(self.cu_seqlens[sequence + 1]))
+
+    def answered(self) -> set[int]:
+        """The sequences that have a token behind their prompt."""
+        ends = self.cu_seqlens[:-1] + self.prompt_lens
+        return {s for s, (end, stop) in enumerate(zip(ends, self.cu_seqlens[1:], strict=True)) if end < stop}
 
 
 def read(path: str | os.PathLike[str]) -> Sequences:
@@ -107,23 +112,30 @@ def identity(path: str | os.PathLike[str]) -> dict[str, Any]:
         }
 
 
+def header(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """How the tokens came about, as the file's header says (schema `sequences_metadata`). Needs no numpy."""
+    with TensorFile(path) as file:
+        return schema.validate("sequences_metadata", file.metadata, f"{path} (header key xd)")
+
+
 def tensor_digests(
     token_ids: np.ndarray | memoryview,
     cu_seqlens: np.ndarray | memoryview,
     active_mask: np.ndarray | memoryview,
     attention_mask: np.ndarray | memoryview,
     positions: np.ndarray | memoryview,
+    prompt_lens: np.ndarray | memoryview,
 ) -> dict[str, str]:
     """BLAKE3 over each tensor's raw little-endian bytes, given as arrays of the file's dtypes or as the bytes."""
     given = {
         "token_ids": token_ids, "selected_ids": token_ids, "cu_seqlens": cu_seqlens, "active_mask": active_mask,
-        "attention_mask": attention_mask, "positions": positions,
+        "attention_mask": attention_mask, "positions": positions, "prompt_lens": prompt_lens,
     }  # fmt: skip
     return {name: canon.digest_bytes(_raw(name, value)) for name, value in given.items()}
 
 
 def digest(digests: dict[str, str]) -> str:
-    """The digest of the whole, over the six tensor digests and the packing."""
+    """The digest of the whole, over the tensor digests and the packing."""
     return canon.digest({**digests, "packing": PACKING})
 
 

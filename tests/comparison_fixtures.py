@@ -9,7 +9,7 @@ from typing import Any
 import materialize_fixtures
 import numpy as np
 
-from libxd import canon, contract, identity, materialize, planner, tensors
+from libxd import canon, contract, identity, knobs, materialize, planner, tensors
 from libxd.rundir import SIDES, Attempt, RunDirectory
 
 PARAMETERS = {name: canon.digest(name) for name in ("embedding", "head")}
@@ -89,11 +89,11 @@ def score(
     mode = "decode" if side == "rollout" else "teacher_forced"
     weights = pinned["weights"][side]
     observed = {
-        **{name: pinned["sequences"][name] for name in identity.SEQUENCE_DIGESTS},
+        **{name: pinned["sequences"][name] for name in identity.OBSERVED_DIGESTS},
         "weights_before": weights["digest"], "weights_after": weights["digest"], "weights_dtype": weights["dtype"],
         "mode_before": "eval", "mode_after": "eval", "optimizer": False,
         "cache": "kv_cache" if side == "rollout" else "none", "scoring_mode": mode,
-        "semantics": pinned["semantics"], "model_state": "pre_update",
+        "semantics": identity.UNPROCESSED, "model_state": "pre_update",
     }  # fmt: skip
     operator = materialized["sides"][side]["operator"]
     attempt.write_json(f"readback_{side}.json", {
@@ -104,12 +104,13 @@ def score(
             for record in materialized["sides"][side]["knobs"]
         ],
         "operator": {**{key: operator[key] for key in ("backend", "version", "build")}, "calls": 1,
-                     "instance": "tests:Engine", "evidence": {}},
+                     "logprobs": len(logprobs), "instance": "tests:Engine", "evidence": {}},
         "observed": observed, "parameters": weights["parameters"], "changed_parameters": {},
+        "buffers": {}, "not_parameters": [],
         "engine": {}, "reuse": {"engine_serial": 1, "case_serial": 1},
     })  # fmt: skip
     metadata = {
-        "schema_version": "xd.score.v1", **stamp, "semantics": pinned["semantics"], "mode": mode,
+        "schema_version": "xd.score.v1", **stamp, "semantics": identity.UNPROCESSED, "mode": mode,
         "dtypes": {"parameters": weights["dtype"], "logits": "float32"}, "observed": observed,
     }  # fmt: skip
     tensors.write(score_path(attempt, side), {
@@ -169,7 +170,7 @@ def _row(
 
 def _identity(row: dict[str, Any]) -> dict[str, Any]:
     weights = {
-        side: {"dtype": row["values"][materialize.DTYPE_KNOB[side]], "digest": canon.digest(PARAMETERS),
+        side: {"dtype": row["values"][knobs.DTYPE_OF_SIDE[side]], "digest": canon.digest(PARAMETERS),
                "parameters": PARAMETERS}
         for side in SIDES
     }  # fmt: skip

@@ -118,7 +118,7 @@ class Bench:
         made = row(**changes)
         session = OperatorSession(catalog.load(False))
         session.resolve(side, made["operators"]["selected_logprob"][side])
-        context = EngineContext(made["identity"], {"checkpoint": str(self.directory)}, session)
+        context = EngineContext(made["identity"], {"checkpoint": str(self.directory)})
         engine = RUNTIME.open(side, {"engine": plan(side, **changes).engine}, context)
         engine.bind(session.instance(side))
         return engine

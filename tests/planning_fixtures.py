@@ -9,6 +9,7 @@ from typing import Any
 
 from libxd import canon, config
 from libxd.experiment import Experiment
+from libxd.identity import UNPROCESSED
 
 HEADS, KV_HEADS, VOCABULARY = 12, 4, 259
 
@@ -89,10 +90,11 @@ def evidence(identity: dict[str, Any], side: str) -> list[dict[str, Any]]:
         "mode_before": "eval", "mode_after": "eval", "optimizer": False,
         "cache": "kv_cache" if side == "rollout" else "none",
         "scoring_mode": "decode" if side == "rollout" else "teacher_forced",
-        "semantics": identity["semantics"], "model_state": "pre_update",
+        "semantics": UNPROCESSED, "model_state": "pre_update",
     }  # fmt: skip
-    readback = {"observed": observed, "parameters": weights["parameters"], "changed_parameters": {}}
-    metadata = {"semantics": identity["semantics"], "mode": observed["scoring_mode"], "observed": observed}
+    readback = {"observed": observed, "parameters": weights["parameters"], "changed_parameters": {},
+                "buffers": {"rotary": {"dtype": "float32", "digest": "4" * 64}}, "not_parameters": []}  # fmt: skip
+    metadata = {"semantics": UNPROCESSED, "mode": observed["scoring_mode"], "observed": observed}
     score = {"metadata": metadata, **{name: sequences[name] for name in ("token_ids", "active_mask", "cu_seqlens")}}
     return json.loads(json.dumps([readback, score]))  # no two places share an object
 
@@ -100,7 +102,8 @@ def evidence(identity: dict[str, Any], side: str) -> list[dict[str, Any]]:
 def pinned_identity() -> dict[str, Any]:
     """An identity.json in which nothing is null."""
     digests = {name: canon.digest(name) for name in
-               ("token_ids", "selected_ids", "cu_seqlens", "active_mask", "attention_mask", "positions")}  # fmt: skip
+               ("token_ids", "selected_ids", "cu_seqlens", "active_mask", "attention_mask", "positions", "prompt_lens")
+               }  # fmt: skip
     resolved = parse(experiment_config()).resolution.identity
     whole = canon.digest(digests | {"packing": "none"})
     counts = {"num_sequences": 2, "num_tokens": 9, "num_active": 4, "packing": "none"}

@@ -18,7 +18,8 @@ from materialize_fixtures import FakeRuntime
 from libxd import canon, knobs
 from libxd.errors import Status, XdError
 from libxd.operators.descriptor import OperatorDescriptor
-from libxd.runtimes.protocol import Observation, ObservedInputs, Scores, submission_chunks
+from libxd.runtimes.protocol import Observation, Piece, Scores, submission_batches
+from libxd.scoring.observer import Observer
 
 VOCABULARY = 96
 BACKEND = "test.scripted"
@@ -33,7 +34,7 @@ SEEN_RUNNING = ("batch.size", "rollout.enable_prefix_caching", "logp.backend")
 
 DESCRIPTOR = OperatorDescriptor(
     operation="selected_logprob", backend=BACKEND, targets=frozenset(knobs.BOTH), devices=frozenset({"cpu"}),
-    dtypes=frozenset(knobs.DTYPES), inputs="logits", factory="scripted_engine:make", version="1",
+    dtypes=frozenset(knobs.DTYPES), inputs="hidden", factory="scripted_engine:make", version="1",
 )  # fmt: skip
 
 
@@ -45,12 +46,21 @@ class Values:
         self.shape = values.shape
         self.dtype = dtype
 
+    def detach(self) -> Values:
+        return self
+
+    def cpu(self) -> Values:
+        return self
+
+    def numpy(self) -> Any:
+        return self.values
+
 
 def make(side: str, options: dict[str, Any]):
-    """The operator: minus an eighth of the id modulo eight, in nats."""
+    """The operator: minus an eighth of the id modulo eight, in nats, and what stands first in the hidden state on top of it."""
 
-    def scripted(logits: Values, ids: Values, temperature: float) -> Values:
-        return Values(-((ids.values % 8).astype("float32")) / 8, "torch.float32")
+    def scripted(hidden: Values, weight: None, ids: Values, temperature: float) -> Values:
+        return Values(-((ids.values % 8).astype("float32")) / 8 + hidden.values[:, 0], "torch.float32")
 
     return scripted
 
@@ -132,6 +142,9 @@ class ScriptedEngine:
     def buffers(self):
         yield from ()
 
+    def not_parameters(self):
+        return []
+
     def score(self, sequences, request) -> Scores:
         import numpy as np
 
@@ -142,23 +155,35 @@ class ScriptedEngine:
         if self.does("alters-an-id"):
             ids[-1] = (ids[-1] + 1) % VOCABULARY
         logprobs = np.full(total, np.nan, np.float32)
-        for chunk in submission_chunks(sequences.num_sequences, request.submission, request.batch_size):
-            for sequence in chunk:
-                cells = np.arange(total)[sequences.span(sequence)][1:]
-                logits = Values(np.zeros((len(cells), VOCABULARY)), "torch.float32")
+        observer = Observer(sequences.cu_seqlens)
+        shift = np.inf if self.does("infinite") else int(os.environ["WOBBLE"]) if self.does("wobbles") else 0
+        for batch in submission_batches(sequences.num_sequences, request.submission, request.batch_size):
+            self.feed(observer, sequences, batch, ids)
+            for sequence in batch:
+                span = sequences.span(sequence)
+                cells = np.arange(span.start + sequences.prompt_lens[sequence], span.stop)
+                hidden = Values(np.full((len(cells), 2), shift, np.float32), "torch.float32")
+                given = Values(ids[cells], "torch.int64")
                 if not self.does("avoids-operator"):
-                    logprobs[cells] = self.operator(logits, Values(ids[cells], "torch.int64"), temperature=1.0).values
-        if self.does("infinite"):
-            logprobs[1:] = np.inf
+                    observer.selected(cells, ids[cells])
+                    logprobs[cells] = self.operator(hidden, None, given, temperature=1.0).values
         if self.does("one-score-short"):
             logprobs = logprobs[:-1]
-        if self.does("wobbles"):
-            logprobs += np.float32(int(os.environ["WOBBLE"]))
-        cache = "kv_cache" if self.side == "rollout" else "none"
-        observed = ObservedInputs(
-            ids, ids.copy(), sequences.positions.copy(), sequences.attention_mask.copy(), cache
-        )  # fmt: skip
-        return Scores(logprobs, None, observed, "float32")
+        observed = observer.observed(kept=self.side == "rollout")
+        return Scores(logprobs, observed, None)
+
+    def feed(self, observer, sequences, batch, ids) -> None:
+        """What a model would be fed: prompts and then a token a step, or whole sequences."""
+        ends = {s: (sequences.span(s).stop - sequences.span(s).start) for s in batch}
+        fed = dict.fromkeys(batch, 0)
+        while left := [s for s in batch if fed[s] < ends[s]]:
+            pieces = []
+            for s in left:
+                first = int(sequences.prompt_lens[s]) if self.request.mode == "decode" else ends[s]
+                pieces.append(Piece(s, fed[s], 1 if fed[s] else first))
+                fed[s] += pieces[-1].count
+            cells = [sequences.span(p.sequence).start + p.start + i for p in pieces for i in range(p.count)]
+            observer.forward(pieces, ids[cells], sequences.positions[cells], sequences.attention_mask[cells])
 
     def misbehave(self) -> None:
         once = self.place / "tried"

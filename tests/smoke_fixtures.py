@@ -45,7 +45,7 @@ def opened(side: str, row: dict[str, Any]) -> Any:
     """An engine with its operator bound."""
     session = OperatorSession(catalog.load(True))
     session.resolve(side, row["operators"]["selected_logprob"][side])
-    context = EngineContext(row["identity"], row["locations"], session)
+    context = EngineContext(row["identity"], row["locations"])
     engine = RUNTIME.open(side, {"engine": plan(side, row).engine}, context)
     engine.bind(session.instance(side))
     return engine

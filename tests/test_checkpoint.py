@@ -122,11 +122,21 @@ def test_sharded_checkpoint_is_read_by_its_index(tmp_path):
 
 @pytest.mark.parametrize("file", ["../model.safetensors", "sub/model.safetensors", "model.bin", 3])
 def test_index_names_files_beside_it_only(tmp_path, file):
-    make(tmp_path, {"model.safetensors": parameters()})
+    make(tmp_path, {"model-00001-of-00001.safetensors": parameters()})
     (tmp_path / checkpoint.INDEX).write_text(json.dumps({"weight_map": {"a.weight": file}}))
     with pytest.raises(XdError) as caught:
         checkpoint.parameter_digests(tmp_path, "float32")
     assert (caught.value.status, caught.value.path) == (Status.INVALID, "/weight_map/a.weight")
+
+
+def test_a_single_file_goes_before_an_index_as_in_transformers(tmp_path):
+    make(tmp_path, {"model.safetensors": parameters(), "other.safetensors": {"other.weight": torch.zeros(2, 2)}})
+    single = checkpoint.parameter_digests(tmp_path, "float32")
+    (tmp_path / checkpoint.INDEX).write_text(json.dumps({"weight_map": {"other.weight": "other.safetensors"}}))
+    assert checkpoint.parameter_digests(tmp_path, "float32") == single
+    assert checkpoint.tensor_names(tmp_path) == set(parameters())
+    (tmp_path / "model.safetensors").unlink()
+    assert checkpoint.tensor_names(tmp_path) == set(checkpoint.parameter_digests(tmp_path, "float32")) == {"other.weight"}
 
 
 def test_tied_head_is_one_parameter_when_it_is_the_embedding(tmp_path):

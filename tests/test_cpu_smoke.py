@@ -11,7 +11,7 @@ import pytest
 import tolerances
 from smoke_fixtures import BASELINE, ROWS, RUNTIME, SEQUENCES, greatest, logprobs, opened, plan, request, row
 
-from libxd import canon, checkpoint, knobs, prompts, sampling
+from libxd import canon, checkpoint, freezing, knobs, prompts, sampling
 from libxd.errors import XdError
 from libxd.runtimes.cpu_smoke import weights
 
@@ -303,12 +303,12 @@ def test_the_engine_shows_every_knob_of_its_side_and_what_it_was_fed(key, side):
 
 @pytest.mark.parametrize("size", [5, 12, 40])
 @pytest.mark.parametrize("submission", ["canonical", "rotated"])
-def test_chunks_are_counted_as_run(size, submission):
+def test_batches_are_counted_as_run(size, submission):
     engine = opened("rollout", row(batch__size=size))
     engine.score(SEQUENCES, request("rollout", row(batch__size=size), submission=submission))
     seen = engine.behaviour()["batch.size"]
     assert seen.value == size
-    assert seen.evidence == {"chunks": {5: [5, 5, 2], 12: [12], 40: [12]}[size]}
+    assert seen.evidence == {"batches": {5: [5, 5, 2], 12: [12], 40: [12]}[size]}
 
 
 def test_behaviour_is_that_of_the_last_scoring():
@@ -320,15 +320,9 @@ def test_behaviour_is_that_of_the_last_scoring():
 
 
 def test_unscored_tokens_are_nan():
-    for side, scored in (("rollout", SEQUENCES.active_mask), ("training", ~first_tokens())):
+    for side in knobs.BOTH:
         scores = opened(side, BASELINE).score(SEQUENCES, request(side, BASELINE))
-        assert np.isfinite(scores.logprobs).tolist() == scored.tolist()
-
-
-def first_tokens() -> np.ndarray:
-    first = np.zeros(SEQUENCES.num_tokens, np.bool_)
-    first[SEQUENCES.cu_seqlens[:-1]] = True
-    return first
+        assert np.isfinite(scores.logprobs).tolist() == SEQUENCES.active_mask.tolist()
 
 
 def test_an_id_beyond_the_vocabulary_is_the_users_mistake():
@@ -417,7 +411,7 @@ def test_the_committed_sequences_are_what_the_generator_samples(root):
     chosen = {key: value for key, value in SEQUENCES.metadata["sampling"].items() if key != "draws"}
     generator = RUNTIME.generator("xd-smoke-1:7", "float32")
     responses = sampling.sample(generator, rows, sampling.Sampling(**chosen), lambda _: None)
-    frozen = sampling.freeze(responses, {})
+    frozen = freezing.freeze(responses, {})
     assert frozen.token_ids.tolist() == SEQUENCES.token_ids.tolist()
     assert frozen.prompt_index.tolist() == SEQUENCES.prompt_index.tolist()
     active = SEQUENCES.active_mask

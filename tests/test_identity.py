@@ -123,8 +123,41 @@ def test_a_broken_config_or_sequences_file_is_an_issue_in_its_place(tmp_path):
     assert {issue.path for issue in caught.value.issues} == {"/identity/checkpoint/path", "/identity/sequences/path"}
 
 
+def test_an_adapter_and_code_beside_a_checkpoint_are_part_of_it(tmp_path):
+    model = checkpoint_directory(tmp_path / "model")
+    plain = resolution.checkpoint_files(model)
+    for name in ("adapter_config.json", "modeling_own.py", "adapter_model.safetensors"):
+        (model / name).write_text("{}")
+    (model / "README.md").write_text("says nothing")
+    found = resolution.checkpoint_files(model)
+    assert found.keys() - plain.keys() == {"adapter_config.json", "modeling_own.py", "adapter_model.safetensors"}
+    assert resolution.checkpoint_files(model, weights=False).keys() == {
+        "config.json", "adapter_config.json", "modeling_own.py"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("made_by", "refused"), [("1" * 64, True), (None, False), ("the same", False)])
+def test_sequences_made_with_another_tokenizer_are_an_issue(tmp_path, monkeypatch, made_by, refused):
+    model = checkpoint_directory(tmp_path / "model")
+    tokenizer = {"id": "t", "policy": "plain", "path": "model"}
+    if made_by == "the same":
+        made_by = canon.digest(resolution.tokenizer_files(model))
+    monkeypatch.setattr(sequences, "identity", lambda path: dict(pinned_identity()["sequences"]))
+    # another model is no issue: rescoring another policy's tokens is what off-policy means
+    header = {"model": {"digest": "2" * 64}, "tokenizer": {"policy": "plain", "digest": made_by}}
+    monkeypatch.setattr(sequences, "header", lambda path: header)
+    (tmp_path / "s").write_bytes(b"")
+    if not refused:
+        assert resolved(tmp_path, tokenizer=tokenizer, sequences={"path": "s"}).issues == []
+        return
+    with pytest.raises(XdErrors) as caught:
+        resolved(tmp_path, tokenizer=tokenizer, sequences={"path": "s"})
+    assert [(i.code, i.path, i.found) for i in caught.value.issues] == [
+        ("tokenizer-differs", "/identity/sequences/path", "1" * 64)]  # fmt: skip
+
+
 def test_sequences_are_digested_by_their_tensors(tmp_path, monkeypatch):
     pinned = pinned_identity()["sequences"]
+    monkeypatch.setattr(sequences, "header", lambda path: {"schema_version": "xd.sequences.v1"})
     monkeypatch.setattr(sequences, "identity", lambda path: dict(pinned))
     (tmp_path / "s").write_bytes(b"")
     found = resolved(tmp_path, sequences={"path": "s", "digest": pinned["digest"]})
@@ -274,7 +307,11 @@ def test_cache_policy(side, policy, cache, refused):
      "model_state"],
 )  # fmt: skip
 def test_what_was_not_observed_is_refused_when_strict_and_otherwise_counts_as_declared(name):
-    spoil = observed("training", name, None)
+    def spoil(readbacks, scores):
+        observed("training", name, None)(readbacks, scores)
+        if name == "semantics":  # a score file says what its readback does
+            scores["training"]["metadata"][name] = None
+
     assert [(entry["code"], entry["path"]) for entry in judged(True, spoil)] == [
         ("unobservable", f"readback_training.json#/observed/{name}")]  # fmt: skip
     assert judged(False, spoil) == []
@@ -374,7 +411,7 @@ def test_a_score_file_of_another_scoring_is_caught():
     [
         ("mode", "prefill", "scoring-mode"),
         ("semantics/top_p", 0.9, "semantics"),
-        ("semantics/logprobs", "processed", "semantics"),
+        ("semantics/temperature", 0.7, "semantics"),
     ],
 )
 def test_a_score_file_that_means_another_logprob_is_caught(pointer, value, code):
@@ -383,6 +420,99 @@ def test_a_score_file_that_means_another_logprob_is_caught(pointer, value, code)
 
     (found,) = judged(True, spoil)
     assert (found["code"], found["path"]) == (code, f"score_rollout.safetensors#/xd/{pointer}")
+
+
+@pytest.mark.parametrize("name", list(identity.UNPROCESSED))
+def test_processing_that_was_not_seen_to_be_absent_is_refused_when_strict(name):
+    def spoil(readbacks, scores):
+        put(scores["rollout"]["metadata"], f"semantics/{name}", None)
+        observed("rollout", f"semantics/{name}", None)(readbacks, scores)
+
+    (found,) = judged(True, spoil)
+    assert (found["code"], found["path"]) == ("unobservable", f"readback_rollout.json#/observed/semantics/{name}")
+    assert judged(False, spoil) == []
+
+
+def test_processed_logprobs_are_behind_what_the_identity_says_and_raw_ones_behind_nothing():
+    pinned = pinned_identity()
+    pinned["semantics"] |= {"logprobs": "processed", "temperature": 0.7}
+    assert {(v["code"], v["expected"], v["observed"]) for v in judged(True, None, pinned)} == {("semantics", 0.7, 1.0)}
+    pinned["semantics"]["logprobs"] = "raw"  # then 0.7 is what the tokens were sampled at, and no more
+    assert judged(True, None, pinned) == []
+
+
+def test_without_an_active_token_no_logprob_need_mean_anything():
+    def spoil(readbacks, scores):
+        scores["rollout"]["metadata"]["semantics"] = None
+        observed("rollout", "semantics", None)(readbacks, scores)
+
+    assert [v["code"] for v in judged(True, spoil)] == ["unobservable"]
+    assert judged(True, spoil, put(pinned_identity(), "/sequences/num_active", 0)) == []
+
+
+def test_a_buffer_that_the_sides_hold_differently_is_named():
+    def spoil(readbacks, scores):
+        readbacks["training"]["buffers"]["rotary"]["digest"] = "5" * 64
+
+    for strict in (True, False):
+        (found,) = judged(strict, spoil)
+        assert (found["code"], found["path"]) == ("buffers", "readback_training.json#/buffers/rotary/digest")
+        assert (found["expected"], found["observed"]) == ("4" * 64, "5" * 64)
+
+
+def test_a_buffer_in_a_dtype_of_its_own_is_named_where_the_sides_have_one_dtype():
+    def spoil(readbacks, scores):
+        readbacks["training"]["buffers"]["rotary"] = {"dtype": "bfloat16", "digest": "5" * 64}
+
+    (found,) = judged(True, spoil)
+    assert (found["path"], found["observed"]) == ("readback_training.json#/buffers/rotary/dtype", "bfloat16")
+
+    def in_two(readbacks, scores):
+        spoil(readbacks, scores)
+        observed("training", "weights_dtype", "float32")(readbacks, scores)
+
+    assert "buffers" not in {v["code"] for v in judged(True, in_two)}
+
+
+def test_buffers_of_other_names_are_not_set_side_by_side():
+    def spoil(readbacks, scores):
+        readbacks["training"]["buffers"] = {"other": {"dtype": "float32", "digest": "5" * 64}}
+
+    assert judged(True, spoil) == []
+
+
+def without(side, name, said):
+    """A side whose model has no parameter for a tensor of the checkpoint; `said`: and which says so."""
+
+    def spoil(readbacks, scores):
+        parameters = readbacks[side]["parameters"]
+        del parameters[name]
+        readbacks[side]["not_parameters"] = [name] if said else []
+        for key in ("weights_before", "weights_after"):
+            observed(side, key, canon.digest(parameters))(readbacks, scores)
+
+    return spoil
+
+
+def test_a_tensor_that_is_no_parameter_of_the_model_is_left_out_where_neither_side_has_it():
+    name = "model.layers.1.weight"
+
+    def both(said):
+        def spoil(readbacks, scores):
+            for side in SIDES:
+                without(side, name, said)(readbacks, scores)
+
+        return spoil
+
+    assert judged(True, both(said=True)) == []
+    assert {v["code"] for v in judged(True, both(said=False))} == {"weights"}
+
+
+def test_a_parameter_that_the_other_side_holds_cannot_be_said_to_be_none():
+    name = "model.layers.1.weight"
+    (found,) = judged(True, without("training", name, said=True))
+    assert (found["code"], found["side"]) == ("weights", "training")
+    assert found["path"] == f"readback_training.json#/parameters/{name}"
 
 
 def test_a_prefill_experiment_wants_prefill_of_rollout_alone():

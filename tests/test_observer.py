@@ -7,7 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from libxd.scoring.observer import Observer, Row  # noqa: E402
+from libxd.runtimes.protocol import Piece, submission_batches  # noqa: E402
+from libxd.scoring.observer import Observer, Row, batches, fits_mode, ran_as_asked  # noqa: E402
 
 #: two sequences, of 3 and 5 tokens
 CU_SEQLENS = np.array([0, 3, 8])
@@ -55,12 +56,12 @@ def seen(fed: dict[str, torch.Tensor], rows: list[Row], observer: Observer | Non
 @pytest.mark.parametrize(("fed", "rows"), [(right_padded(), ROWS_RIGHT), (left_padded(), ROWS_LEFT)])
 def test_what_is_fed_whole_is_seen_whole(fed, rows):
     observer = seen(fed, rows)
-    observed = observer.observed("none")
+    observed = observer.observed(kept=False)
     assert (observed.token_ids == IDS).all() and observed.token_ids.dtype == np.int32
     assert (observed.positions == POSITIONS).all() and observed.positions.dtype == np.int32
     assert observed.attention_mask.all() and observed.attention_mask.dtype == np.bool_
     assert (observed.selected_ids == IDS).all()
-    assert (observed.cache, observer.forwards) == ("none", 1)
+    assert (observed.cache, len(observer.forwards)) == ("none", 1)
 
 
 def test_the_watch_ends_with_the_forward():
@@ -69,7 +70,7 @@ def test_the_watch_ends_with_the_forward():
         module(**fed)
     fed["input_ids"] += 1
     module(**fed)
-    assert observer.forwards == 1 and (observer.observed("none").token_ids == IDS).all()
+    assert len(observer.forwards) == 1 and (observer.observed(kept=False).token_ids == IDS).all()
 
 
 @pytest.mark.parametrize("cell", range(8))
@@ -79,7 +80,7 @@ def test_an_altered_id_and_a_shifted_position_are_seen_where_they_are(cell):
     for name in ("input_ids", "position_ids"):
         fed = right_padded()
         fed[name][row, column] += 1
-        observed = seen(fed, ROWS_RIGHT).observed("none")
+        observed = seen(fed, ROWS_RIGHT).observed(kept=False)
         array, right = (observed.token_ids, IDS) if name == "input_ids" else (observed.positions, POSITIONS)
         assert np.flatnonzero(array != right).tolist() == [cell]
         other, right = (observed.positions, POSITIONS) if name == "input_ids" else (observed.token_ids, IDS)
@@ -102,7 +103,7 @@ def test_a_hidden_token_is_seen():
 
 
 def test_an_unfed_token_keeps_minus_one():
-    observed = seen(right_padded(), [Row(0, 0, 0, 3), Row(1, 1, 0, 4)]).observed("none")
+    observed = seen(right_padded(), [Row(0, 0, 0, 3), Row(1, 1, 0, 4)]).observed(kept=False)
     assert (observed.token_ids[7], observed.positions[7], observed.attention_mask[7]) == (-1, -1, False)
     assert observed.selected_ids[7] == -1
     assert (observed.token_ids[:7] == IDS[:7]).all()
@@ -133,7 +134,7 @@ def test_decoding_steps_are_seen_token_by_token():
     step(observer, 4)
     assert (observer.token_ids[3:] == IDS[3:]).all() and (observer.positions[3:] == POSITIONS[3:]).all()
     assert observer.attention_mask.tolist() == [True, True, False] + [True] * 5
-    assert observer.observed("kv_cache").cache == "kv_cache"
+    assert observer.observed(kept=False).cache == "kv_cache"
 
 
 @pytest.mark.parametrize(
@@ -184,5 +185,85 @@ def test_selected_ids_are_those_whose_logprobs_were_taken():
     observer.selected(np.array([1, 6]), np.array([12, 99]))
     expected = IDS.copy()
     expected[6] = 99
-    assert (observer.observed("none").selected_ids == expected).all()
-    assert (observer.observed("none").token_ids == IDS).all()
+    assert (observer.observed(kept=False).selected_ids == expected).all()
+    assert (observer.observed(kept=False).token_ids == IDS).all()
+
+
+# -- what the forwards tell
+
+
+PROMPTS = np.array([2, 3])
+DECODED = [[Piece(0, 0, 2), Piece(1, 0, 3)], [Piece(0, 2, 1), Piece(1, 3, 1)], [Piece(1, 4, 1)]]
+WHOLE = [[Piece(0, 0, 3), Piece(1, 0, 5)]]
+
+
+@pytest.mark.parametrize(
+    ("forwards", "modes"),
+    [
+        (DECODED, {"decode"}),
+        (WHOLE, {"prefill", "teacher_forced"}),
+        ([[piece] for piece in WHOLE[0]], {"prefill", "teacher_forced"}),
+        (DECODED[1:], {"decode"}),  # prompts that came from elsewhere
+        ([DECODED[0], [Piece(0, 2, 1), Piece(1, 3, 2)]], set()),  # two response tokens at once
+        ([[Piece(0, 0, 3), Piece(1, 0, 3)], *DECODED[1:]], set()),  # a response token in the prompts' forward
+        (DECODED[:2], set()),  # the last one left out
+        ([*DECODED, [Piece(1, 4, 1)]], set()),  # one fed twice
+        ([DECODED[0], DECODED[2], DECODED[1]], set()),  # out of order
+    ],
+)
+def test_how_the_tokens_went_through_shows_by_what_was_fed_together(forwards, modes):
+    asked = ("decode", "prefill", "teacher_forced")
+    assert {mode for mode in asked if fits_mode(mode, forwards, CU_SEQLENS, PROMPTS)} == modes
+
+
+def test_where_nothing_is_behind_a_prompt_every_mode_fits():
+    assert all(fits_mode(mode, WHOLE, CU_SEQLENS, np.array([3, 5])) for mode in ("decode", "prefill"))
+
+
+def test_keys_outlived_a_forward_where_a_sequence_was_gone_on_with():
+    observer = Observer(CU_SEQLENS)
+    for pieces in WHOLE:
+        observer.forward(pieces, IDS, POSITIONS, np.ones(8, bool))
+    assert observer.observed(kept=False).cache == "none"
+    observer.forward([Piece(1, 3, 2)], IDS[6:], POSITIONS[6:], np.ones(2, bool))
+    assert observer.observed(kept=False).cache == "kv_cache"
+
+
+def steps(*batches):
+    return [[Piece(s, 0, 2) for s in batch] for batch in batches]
+
+
+@pytest.mark.parametrize(
+    ("forwards", "found"),
+    [
+        (steps([0, 1], [2, 3]), [[0, 1], [2, 3]]),
+        (steps([2, 3], [0, 1]), [[2, 3], [0, 1]]),
+        (steps([0, 1, 2], [0, 2], [2]), [[0, 1, 2]]),  # finished ones leave
+        (steps([0], [2], [0, 1, 2, 3]), [[0, 1, 2, 3]]),  # prompts that are shared go first
+        (steps([1], [0], [1, 0], [2]), [[1, 0], [2]]),
+        (steps([0, 1], [1, 2], [2, 3]), [[0, 1, 2, 3]]),
+    ],
+)
+def test_batches_are_what_met_in_a_forward(forwards, found):
+    assert batches(forwards) == found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 15, 16, 17, 40])
+@pytest.mark.parametrize("total", [1, 2, 3, 12, 16, 17])
+def test_rotated_submission_gives_sequences_other_neighbours(total, size):
+    canonical, rotated = (submission_batches(total, order, size) for order in ("canonical", "rotated"))
+    assert [len(batch) for batch in canonical] == [len(batch) for batch in rotated]
+    assert sorted(s for batch in rotated for s in batch) == list(range(total))
+    assert (rotated == canonical) == (total == 1)
+    if 1 < size < total:  # else a batch holds one, or all
+        together = {frozenset(batch) for batch in canonical}
+        assert not together & {frozenset(batch) for batch in rotated}
+
+
+def test_another_order_and_other_company_are_told_apart():
+    asked = [[0, 1], [2, 3]]
+    assert ran_as_asked(asked, asked, {0, 1, 2, 3}) == (True, True)
+    assert ran_as_asked(asked, [[2, 3], [0, 1]], {0, 1, 2, 3}) == (True, False)
+    assert ran_as_asked(asked, [[1, 0], [2, 3]], {0, 1, 2, 3}) == (True, False)
+    assert ran_as_asked(asked, [[0, 1, 2, 3]], {0, 1, 2, 3}) == (False, True)
+    assert ran_as_asked(asked, [[0], [1], [2, 3]], {2, 3}) == (True, True)  # prompts alone tell nothing

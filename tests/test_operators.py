@@ -16,7 +16,7 @@ from libxd.errors import Status, XdError
 from libxd.operators import catalog
 from libxd.operators.catalog import SemanticOperatorCatalog
 from libxd.operators.descriptor import OperatorDescriptor
-from libxd.operators.session import OperatorSession
+from libxd.operators.session import OperatorSession, checksum
 
 PLAIN = {"tensor_parallel_size": 1, "context_parallel_size": 1}
 
@@ -239,17 +239,16 @@ def test_a_failed_resolution_is_refused_and_leaves_nothing(session, side, asked,
     with pytest.raises(XdError) as raised:
         session.resolve(side, asked)
     assert (raised.value.code, raised.value.status) == (code, Status.REFUSED)
-    assert session.provenance() == {}
     with pytest.raises(XdError, match="no operator is bound"):
         session.instance(side)
 
 
 def test_a_failed_resolution_does_not_bring_back_the_last_one(session):
-    """What was bound stays bound, and it is that which provenance names: never the operator that failed."""
+    """What was bound stays bound: never the operator that failed."""
     session.resolve("rollout", binding())
     with pytest.raises(XdError):
         session.resolve("rollout", binding("test.absent"))
-    assert session.provenance()["rollout"]["backend"] == "test.logp"
+    assert session.instance("rollout").backend == "test.logp"
 
 
 def test_there_is_no_fallback_in_a_session():
@@ -257,7 +256,8 @@ def test_there_is_no_fallback_in_a_session():
     with OperatorSession(SemanticOperatorCatalog([descriptor(), narrow])) as session:
         with pytest.raises(XdError):
             session.resolve("rollout", binding("test.narrow"))
-        assert session.provenance() == {}
+        with pytest.raises(XdError, match="no operator is bound"):
+            session.instance("rollout")
 
 
 def test_the_materialised_record_resolves_to_itself(session):
@@ -273,26 +273,42 @@ def test_nothing_leaks_into_the_next_session():
         kept = first.instance("rollout")
         kept(torch.zeros(1, 2), torch.tensor([0]))
     with OperatorSession(operators) as second:
-        assert second.provenance() == {}
+        with pytest.raises(XdError, match="no operator is bound"):
+            second.instance("rollout")
         second.resolve("rollout", binding())
-        assert second.provenance()["rollout"]["calls"] == 0
         assert second.instance("rollout") is not kept
+        assert second.instance("rollout").calls == 0 == len(second.instance("rollout").returned()[0])
     with pytest.raises(XdError, match="closed"):
         first.instance("rollout")
 
 
-def test_provenance_counts_calls_and_names_what_ran(session):
+def test_an_operator_counts_its_calls_and_keeps_what_it_gave(session):
     torch = pytest.importorskip("torch")
     session.resolve("rollout", binding(scale=3))
-    assert session.provenance()["rollout"]["implementation"] is None
     operator = session.instance("rollout")
-    for _ in range(3):
-        operator(torch.zeros(2, 4), torch.tensor([0, 1]), 0.5)
-    found = session.provenance()["rollout"]
-    assert (found["calls"], found["options"], found["backend"]) == (3, {"scale": 3}, "test.logp")
-    assert found["implementation"] == f"{Logp.__module__}:Logp"
-    assert found["build"] == operator.build == descriptor().build
-    assert operator.temperatures == {0.5}
+    given, kept = [], []
+    for step in range(3):
+        logits = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
+        given.append(checksum(logits))
+        logprobs = operator(logits, torch.tensor([step, 1]), 0.5)
+        kept.append(logprobs.numpy().copy())
+        logprobs.fill_(7)  # whoever holds the tensor cannot change what was returned
+    assert (operator.calls, operator.options, operator.backend) == (3, {"scale": 3}, "test.logp")
+    assert operator.implementation == f"{Logp.__module__}:Logp"
+    assert operator.build == descriptor().build
+    assert operator.temperatures == {0.5} and operator.logits_given == set(given)
+    ids, values = operator.returned()
+    assert ids.tolist() == [0, 1, 1, 1, 2, 1] and values.tolist() == [v for each in kept for v in each.tolist()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_checksum_moves_with_any_bit_and_copies_nothing_else(dtype):
+    torch = pytest.importorskip("torch")
+    logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
+    same, other = logits.clone(), logits.clone()
+    other[1, 2] = -torch.inf
+    assert checksum(logits) == checksum(same) == checksum(logits.T) != checksum(other)
+    assert checksum(logits.double()) is None and checksum("no tensor") is None
 
 
 @pytest.mark.parametrize("factory", ["make_double", "make_rectangle"])

@@ -9,8 +9,10 @@ from scripted_engine import OTHER, SEEN_RUNNING
 
 from libxd import identity, knobs
 from libxd.errors import Status
+from libxd.runtimes.protocol import Piece
 from libxd.scoring import evidence
 from libxd.scoring.evidence import Snapshot
+from libxd.scoring.observer import Observer
 from libxd.tensors import TensorFile
 
 
@@ -162,7 +164,7 @@ def test_a_buffer_that_changed_counts_like_a_parameter():
     engine.model.table[1] += 1
     after = Snapshot.take(engine)
     assert before.weights == after.weights
-    assert before.changed(after) == {"table": after.buffers["table"]}
+    assert before.changed(after) == {"table": after.buffers["table"]["digest"]}
     assert before != after
 
 
@@ -180,23 +182,56 @@ def test_the_model_state_is_only_what_can_be_seen(before, after, expected, state
     assert evidence._model_state(before, after, expected) == state
 
 
-RAW = {"logprobs": "raw", "temperature": 0.7}
-PROCESSED = {"logprobs": "processed", "temperature": 0.7}
+class Called:
+    """An operator after a run."""
+
+    def __init__(self, temperatures, given=frozenset(), inputs="logits"):
+        self.calls, self.inputs = len(temperatures), inputs
+        self.temperatures, self.logits_given = set(temperatures), set(given)
+
+
+UNSEEN = dict.fromkeys(("top_p", "top_k", "penalties"))
 
 
 @pytest.mark.parametrize(
-    ("asked", "temperatures", "seen"),
-    [(RAW, {1.0}, RAW), (PROCESSED, {0.7}, PROCESSED), (RAW, {0.7}, PROCESSED), (RAW, set(), None),
-     (PROCESSED, {1.0}, {**PROCESSED, "temperature": 1.0}), (PROCESSED, {0.7, 1.0}, None)],
+    ("operator", "head_outputs", "seen"),
+    [
+        (Called([1.0], {11}), {11, 12}, {}),
+        (Called([0.7], {11, 12}), {11, 12}, {"temperature": 0.7}),
+        (Called([1.0], {11, 13}), {11, 12}, UNSEEN),  # something was done to the logits on their way
+        (Called([1.0], {11}), None, UNSEEN),  # the engine does not show what its head gives
+        (Called([1.0], {None}), {11}, UNSEEN),
+        (Called([1.0], inputs="hidden"), None, {}),  # it makes the logits itself
+        (Called([0.7, 1.0], {11}), {11}, {"temperature": None}),
+    ],
+)
+def test_semantics_are_what_was_seen_done_to_the_logits(operator, head_outputs, seen):
+    given = None if head_outputs is None else frozenset(head_outputs)
+    assert evidence._semantics(operator, given) == {**identity.UNPROCESSED, **seen}
+
+
+def test_without_a_call_no_logprob_has_a_meaning():
+    assert evidence._semantics(Called([]), frozenset()) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "ran", "seen"),
+    [("decode", "decode", "decode"), ("decode", "prefill", "prefill"), ("prefill", "decode", "decode"),
+     ("prefill", "prefill", "prefill"), ("teacher_forced", "prefill", "teacher_forced"), ("decode", "half", "mixed"),
+     ("teacher_forced", "decode", "decode")],
 )  # fmt: skip
-def test_semantics_follow_the_temperature_that_the_operator_saw(asked, temperatures, seen):
-    assert evidence._semantics(asked, temperatures) == seen
-
-
-def test_decoding_without_a_cache_was_one_pass():
-    assert evidence._mode("decode", "kv_cache") == "decode"
-    assert evidence._mode("decode", "none") == "prefill"
-    assert evidence._mode("teacher_forced", "none") == "teacher_forced"
+def test_the_mode_is_how_the_tokens_went_through(asked, ran, seen):
+    given = frozen()
+    observer = Observer(given.cu_seqlens)
+    for s in range(given.num_sequences):
+        length, prompt = int(np.diff(given.cu_seqlens)[s]), int(given.prompt_lens[s])
+        counts = {"prefill": [length], "half": [prompt, length - prompt],
+                  "decode": [prompt, *[1] * (length - prompt)]}[ran]  # fmt: skip
+        for start, count in zip(np.cumsum([0, *counts[:-1]]).tolist(), counts, strict=True):
+            cells = given.span(s).start + start + np.arange(count)
+            observer.forward([Piece(s, start, count)], given.token_ids[cells], given.positions[cells],
+                             given.attention_mask[cells])  # fmt: skip
+    assert evidence._mode(given, asked, observer.observed(kept=False)) == seen
 
 
 def test_digests_do_not_depend_on_byte_order_or_stride():

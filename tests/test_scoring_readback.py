@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from libxd import knobs
 from libxd.runtimes.protocol import Observation
 from libxd.scoring import readback
-from libxd.scoring.readback import compare, merge, operator_refusals, remaining, same
+from libxd.scoring.readback import compare, merge, operator_refusals, remaining, same, scored_refusals
 
 
 def records(*names, materialized=True, status="applied"):
@@ -99,3 +100,67 @@ def test_an_operator_of_another_kind_is_refused(key):
 def test_refusals_are_what_the_schema_says():
     fields = readback.Refusal("settings", EAGER, True, False, "why").as_json()
     assert set(fields) == {"stage", "knob", "expected", "observed", "reason"}
+
+
+# -- what the operator gave, and what is published
+
+
+IDS = np.array([3, 7, 7, 2], np.int32)
+GIVEN = np.array([-1.0, -2.0, -2.5, -0.25], np.float32)
+SCORED = np.array([False, True, True, True])
+ACTIVE = np.array([False, False, True, True])
+
+
+def published(**changes):
+    logprobs = np.where(SCORED, GIVEN, np.float32(np.nan))
+    facts = {"returned": (IDS[1:].astype(np.int64), GIVEN[1:]), "selected_ids": IDS, "logprobs": logprobs,
+             "scored": SCORED, "active_mask": ACTIVE, "vocabulary_shards": 1, **changes}  # fmt: skip
+    return [(refusal.stage, refusal.observed, refusal.reason) for refusal in scored_refusals(**facts)]
+
+
+def test_what_the_operator_gave_may_come_in_any_order():
+    assert published() == []
+    back = [2, 0, 1]
+    assert published(returned=(IDS[1:][back].astype(np.int64), GIVEN[1:][back])) == []
+
+
+def test_one_bit_of_one_published_logprob_is_enough():
+    moved = np.where(SCORED, GIVEN, np.float32(np.nan))
+    moved[2] = np.nextafter(moved[2], np.float32(0))
+    ((stage, count, reason),) = published(logprobs=moved)
+    assert (stage, count) == ("operator", 1) and "did not give" in reason
+
+
+def test_logprobs_given_for_other_ids_are_not_those():
+    assert published(returned=(np.array([7, 7, 3]), GIVEN[1:]))[0][1] >= 1
+
+
+def test_calls_for_some_of_the_tokens_are_not_enough():
+    for kept in (1, 2):
+        ((_, found, reason),) = published(returned=(IDS[1 : 1 + kept].astype(np.int64), GIVEN[1 : 1 + kept]))
+        assert found == kept and "another number" in reason
+
+
+def test_a_logprob_of_a_token_that_was_not_scored_is_made_up():
+    assert [r for *_, r in published(logprobs=GIVEN)] == ["logprobs of tokens that the operator was not called for"]
+
+
+def test_an_active_token_that_was_not_scored_is_told():
+    scored = SCORED & ~(np.arange(4) == 3)
+    found = published(scored=scored, returned=(IDS[1:3].astype(np.int64), GIVEN[1:3]),
+                      logprobs=np.where(scored, GIVEN, np.float32(np.nan)))  # fmt: skip
+    assert found == [("operator", 1, "active tokens that the operator was not called for")]
+
+
+def test_a_shard_of_the_vocabulary_gives_other_numbers_as_often():
+    twice = (np.tile(IDS[1:], 2).astype(np.int64), np.zeros(6, np.float32))
+    assert published(returned=twice, vocabulary_shards=2) == []
+    assert len(published(returned=twice)) == 1
+    assert len(published(returned=(twice[0][:5], twice[1][:5]), vocabulary_shards=2)) == 1
+
+
+def test_where_there_is_nothing_to_score_the_operator_need_not_run():
+    none = np.zeros(4, bool)
+    assert published(returned=(np.empty(0, np.int64), np.empty(0, np.float32)), scored=none, active_mask=none,
+                     logprobs=np.full(4, np.nan, np.float32)) == []  # fmt: skip
+    assert operator_refusals(OPERATOR, {**OPERATOR, "calls": 0}, to_score=False) == []

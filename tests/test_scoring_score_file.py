@@ -20,8 +20,9 @@ T = 12
 
 def scores(**changes):
     fed = frozen()
-    observed = ObservedInputs(fed.token_ids, fed.token_ids, fed.positions, fed.attention_mask, "none")
-    made = Scores(np.full(T, -1, np.float32), None, observed, "float32")
+    observed = ObservedInputs(fed.token_ids, fed.token_ids, fed.positions, fed.attention_mask,
+                              np.ones(T, bool), "none", [])  # fmt: skip
+    made = Scores(np.full(T, -1, np.float32), observed, "float32")
     inner = {key: value for key, value in changes.items() if hasattr(observed, key)}
     outer = {key: value for key, value in changes.items() if key not in inner}
     return replace(made, observed=replace(observed, **inner), **outer)
@@ -29,7 +30,6 @@ def scores(**changes):
 
 def test_scores_as_promised_pass():
     score_file.check(scores(), T)
-    score_file.check(scores(entropy=np.zeros(T, np.float32)), T)
     score_file.check(scores(logprobs=np.full(T, np.inf, np.float32)), T)  # a verdict, not an error
 
 
@@ -40,7 +40,7 @@ def test_scores_as_promised_pass():
         {"logprobs": np.zeros(T, np.float64)},
         {"logprobs": np.zeros((T, 1), np.float32)},
         {"logprobs": [0.0] * T},
-        {"entropy": np.zeros(T, np.float16)},
+        {"scored": np.ones(T - 1, bool)},
         {"token_ids": np.zeros(T, np.int64)},
         {"selected_ids": np.zeros(T + 1, np.int32)},
         {"positions": None},
@@ -74,9 +74,8 @@ def test_what_a_score_file_holds(scored):
         fed, logprobs = frozen(), file.array("logprobs")
         for name in ("cu_seqlens", "token_ids", "active_mask"):
             np.testing.assert_array_equal(file.array(name), getattr(fed, name))
-        firsts = fed.cu_seqlens[:-1]
-        assert set(logprobs[firsts].view(np.uint32)) == {0x7FC00000}
-        np.testing.assert_array_equal(np.delete(logprobs, firsts), np.delete(-(fed.token_ids % 8) / 8, firsts))
+        assert set(logprobs[~fed.active_mask].view(np.uint32)) == {0x7FC00000}
+        np.testing.assert_array_equal(logprobs[fed.active_mask], (-(fed.token_ids % 8) / 8)[fed.active_mask])
         readback = scored.readback("rollout")
         assert file.metadata["observed"] == readback["observed"]
         assert file.metadata["execution_key"] == scored.materialized()["execution_key"]

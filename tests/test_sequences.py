@@ -52,16 +52,17 @@ def test_what_is_written_is_read(path):
 
 def test_identity_is_the_digests_of_raw_bytes_and_the_counts(path):
     s, found = sample(), sequences.identity(path)
-    six = {
+    tensors = {
         "token_ids": blake3(s.token_ids.tobytes()).hexdigest(),
         "selected_ids": blake3(s.token_ids.tobytes()).hexdigest(),
         "cu_seqlens": blake3(s.cu_seqlens.tobytes()).hexdigest(),
         "active_mask": blake3(s.active_mask.tobytes()).hexdigest(),
         "attention_mask": blake3(s.attention_mask.tobytes()).hexdigest(),
         "positions": blake3(s.positions.tobytes()).hexdigest(),
+        "prompt_lens": blake3(s.prompt_lens.tobytes()).hexdigest(),
     }
-    assert found == six | {
-        "digest": canon.digest(six | {"packing": "none"}),
+    assert found == tensors | {
+        "digest": canon.digest(tensors | {"packing": "none"}),
         "num_sequences": 3, "num_tokens": 12, "num_active": 5, "packing": "none",
     }  # fmt: skip
     definition = schema.load("common")["$defs"]["identity_sequences"]
@@ -70,14 +71,23 @@ def test_identity_is_the_digests_of_raw_bytes_and_the_counts(path):
 
 def test_digests_of_arrays_are_those_of_the_file(path):
     s = sample()
-    arrays = sequences.tensor_digests(s.token_ids, s.cu_seqlens, s.active_mask, s.attention_mask, s.positions)
+    arrays = sequences.tensor_digests(s.token_ids, s.cu_seqlens, s.active_mask, s.attention_mask, s.positions,
+                                      s.prompt_lens)
     assert arrays.items() <= sequences.identity(path).items()
     changed = sequences.tensor_digests(s.token_ids + np.int32(1), s.cu_seqlens, s.active_mask, s.attention_mask,
-                                       s.positions)  # fmt: skip
+                                       s.positions, s.prompt_lens)  # fmt: skip
     assert {name for name in arrays if arrays[name] != changed[name]} == {"token_ids", "selected_ids"}
     with pytest.raises(AssertionError, match="int64"):
         sequences.tensor_digests(s.token_ids.astype(np.int64), s.cu_seqlens, s.active_mask, s.attention_mask,
-                                 s.positions)  # fmt: skip
+                                 s.positions, s.prompt_lens)  # fmt: skip
+
+
+def test_where_a_prompt_ends_is_identity(path, tmp_path):
+    """It decides what is prefilled and what is decoded, and so the numbers."""
+    other = tmp_path / "o.safetensors"
+    sequences.write(other, replace(sample(), prompt_lens=np.array([2, 2, 2], np.int32)))
+    mine, others = sequences.identity(path), sequences.identity(other)
+    assert {name for name in mine if mine[name] != others[name]} == {"prompt_lens", "digest"}
 
 
 def test_logprobs_and_metadata_are_not_identity(path, tmp_path):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from libxd.errors import Status, XdError
 from libxd.operators.catalog import SemanticOperatorCatalog
 from libxd.operators.descriptor import OperatorDescriptor
 from libxd.rundir import SIDES
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Operator:
@@ -17,7 +21,8 @@ class Operator:
 
     Called with (logits [N, V], ids [N], temperature) or, when `inputs` is "hidden", with (hidden [N, H],
     weight [V, H], ids [N], temperature); gives float32 [N] logprobs in nats. `calls` counts the calls that returned,
-    `temperatures` holds what they were made at.
+    `temperatures` holds what they were made at, `logits_given` the `checksum` of the logits of each (empty when it
+    takes hidden states; None among them: not to be had). What was returned is kept, as it was then.
     `implementation` names what really runs, as module:qualified name.
     """
 
@@ -29,6 +34,8 @@ class Operator:
         self.options = options
         self.calls = 0
         self.temperatures: set[float] = set()
+        self.logits_given: set[int | None] = set()
+        self._returned: list[tuple[np.ndarray, np.ndarray]] = []
         self.implementation = _implementation(function)
         self._function = function
 
@@ -36,6 +43,8 @@ class Operator:
         *tensors, ids = operands[: self._arity]
         if len(operands) > self._arity:
             (temperature,) = operands[self._arity :]
+        if self.inputs == "logits":
+            self.logits_given.add(checksum(tensors[0]))
         logprobs = self._function(*tensors, ids, temperature)
         if logprobs.shape != ids.shape or str(logprobs.dtype) != "torch.float32":
             raise XdError(
@@ -45,11 +54,37 @@ class Operator:
             )
         self.calls += 1
         self.temperatures.add(float(temperature))
+        self._returned.append((_kept(ids), _kept(logprobs)))
         return logprobs
+
+    def returned(self) -> tuple[np.ndarray, np.ndarray]:
+        """All that it was asked and all that it gave, call after call: ids int64 [n], logprobs float32 [n]."""
+        import numpy as np
+
+        ids, values = zip((np.empty(0), np.empty(0)), *self._returned, strict=True)
+        return np.concatenate(ids, dtype=np.int64, casting="unsafe"), np.concatenate(values, dtype=np.float32,
+                                                                                    casting="unsafe")  # fmt: skip
 
     @property
     def _arity(self) -> int:
         return 3 if self.inputs == "hidden" else 2
+
+
+def checksum(logits: Any) -> int | None:
+    """The sum of a tensor's bit patterns: equal for equal bits, and moved by whatever is done to some of them.
+
+    None for what is no torch tensor of floating-point numbers. Reads the tensor once, copies none of it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(logits, torch.Tensor) or logits.element_size() not in (2, 4):
+        return None
+    integers = torch.int16 if logits.element_size() == 2 else torch.int32
+    return int(logits.detach().contiguous().view(integers).sum(dtype=torch.int64))
+
+
+def _kept(tensor: Any) -> np.ndarray:
+    """A copy, out of reach of whoever holds the tensor."""
+    return tensor.detach().cpu().numpy().copy()
 
 
 def _implementation(function: Callable[..., Any]) -> str:
@@ -58,7 +93,7 @@ def _implementation(function: Callable[..., Any]) -> str:
 
 
 class OperatorSession:
-    """Resolution, instances and provenance of one case. A failed resolution leaves nothing; there is no fallback."""
+    """Resolution and instances of one case. A failed resolution leaves nothing; there is no fallback."""
 
     def __init__(self, catalog: SemanticOperatorCatalog) -> None:
         self._catalog = catalog
@@ -110,18 +145,6 @@ class OperatorSession:
             function = _factory(descriptor)(side=side, options=dict(options))
             self._instances[side] = Operator(descriptor, options, function)
         return self._instances[side]
-
-    def provenance(self) -> dict[str, dict[str, Any]]:
-        """What each bound side used: the operator record, its implementation and calls (null, 0: never made)."""
-        records = {}
-        for side, (descriptor, options) in self._bound.items():
-            instance = self._instances.get(side)
-            records[side] = {
-                **descriptor.record(options),
-                "implementation": instance.implementation if instance else None,
-                "calls": instance.calls if instance else 0,
-            }
-        return records
 
     def close(self) -> None:
         """Let go of everything; the session cannot be used afterwards."""

@@ -1,9 +1,9 @@
-"""What adapters built on torch read from live objects: bytes of tensors, modes, optimizers, worlds. Imports torch."""
+"""What adapters built on torch read from live objects: bytes of tensors, modes, optimizers, settings. Imports torch."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,9 +12,43 @@ from torch import Tensor, nn
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# What importing torch left behind, some 160 000 objects, holds no optimizer of a model that is yet to be built. Frozen,
-# it costs neither `owns_optimizer` (twice a case) nor the garbage collector a walk over all of it.
-gc.freeze()
+
+def numerics() -> dict[str, Any]:
+    """The numeric state of this process: what of torch's settings decides numbers without being an argument; JSON."""
+    matmul, cudnn, cuda = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
+    readings = {
+        "threads": torch.get_num_threads,
+        "interop_threads": torch.get_num_interop_threads,
+        "default_dtype": lambda: str(torch.get_default_dtype()).removeprefix("torch."),
+        "float32_matmul_precision": torch.get_float32_matmul_precision,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+        "mkldnn": lambda: torch.backends.mkldnn.enabled,
+        "matmul_tf32": lambda: matmul.allow_tf32,
+        "matmul_fp16_reduced_precision_reduction": lambda: matmul.allow_fp16_reduced_precision_reduction,
+        "matmul_bf16_reduced_precision_reduction": lambda: matmul.allow_bf16_reduced_precision_reduction,
+        "matmul_fp16_accumulation": lambda: matmul.allow_fp16_accumulation,
+        "cudnn": lambda: cudnn.enabled,
+        "cudnn_tf32": lambda: cudnn.allow_tf32,
+        "cudnn_benchmark": lambda: cudnn.benchmark,
+        "cudnn_deterministic": lambda: cudnn.deterministic,
+        "sdp_flash": cuda.flash_sdp_enabled,
+        "sdp_mem_efficient": cuda.mem_efficient_sdp_enabled,
+        "sdp_math": cuda.math_sdp_enabled,
+        "sdp_cudnn": cuda.cudnn_sdp_enabled,
+        "autocast_cpu": lambda: torch.is_autocast_enabled("cpu"),
+        "autocast_cuda": lambda: torch.is_autocast_enabled("cuda"),
+        # torch tells whether small numbers are flushed to zero by doing so alone
+        "denormals": lambda: bool((torch.full((8,), 1e-40) * 1.0).ne(0).all()),
+    }
+    return {name: _reading(read) for name, read in readings.items()}
+
+
+def _reading(read: Callable[[], Any]) -> Any:
+    """A setting; "contradictory" where torch refuses to tell, because it was set in two ways at once."""
+    try:
+        return read()
+    except RuntimeError:
+        return "contradictory"
 
 
 def raw_bytes(tensor: Tensor) -> bytes:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     import numpy as np
 
-    from libxd.operators.session import OperatorSession
     from libxd.sequences import Sequences
 
 Status = Literal["applied", "fallback", "unsupported", "unobservable", "error"]
@@ -58,11 +57,10 @@ class SidePlan:
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What the child hands an opening engine: the case's identity, where its files are, the operator session."""
+    """What the child hands an opening engine: the case's identity, and where its files are."""
 
     identity: dict[str, Any]
     locations: dict[str, Any]
-    session: OperatorSession
 
 
 @dataclass(frozen=True)
@@ -75,11 +73,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Request:
-    """One scoring of all sequences, `batch_size` of them submitted together.
-
-    canonical: chunks in the order of the sequences file; rotated: the same order begun in the middle of the file
-    (sequence (i + B // 2) % B comes i-th). `submission_order` is the one place that says so.
-    """
+    """One scoring of all sequences, `batch_size` of them submitted together, in an order `submission_batches` gives."""
 
     batch_size: int
     mode: Mode
@@ -87,16 +81,27 @@ class Request:
     semantics: dict[str, Any]
 
 
-def submission_order(num_sequences: int, submission: Submission) -> list[int]:
-    """In which order the sequences are submitted."""
-    first = num_sequences // 2 if submission == "rotated" else 0
-    return [(first + i) % num_sequences for i in range(num_sequences)]
+def submission_batches(num_sequences: int, submission: Submission, batch_size: int) -> list[list[int]]:
+    """The batches of a request: sequence numbers, `batch_size` of them at a time; the last may be smaller.
+
+    canonical: in the order of the sequences file. rotated: the same order begun half a batch later, so that no batch
+    holds what a canonical one does; where a batch holds one sequence, or all, begun in the middle.
+    """
+    size = min(batch_size, num_sequences)
+    first = 0
+    if submission == "rotated":
+        first = size // 2 if 1 < size < num_sequences else num_sequences // 2
+    order = [(first + i) % num_sequences for i in range(num_sequences)]
+    return [order[i : i + size] for i in range(0, num_sequences, size)]
 
 
-def submission_chunks(num_sequences: int, submission: Submission, batch_size: int) -> list[list[int]]:
-    """The chunks of a request: sequence numbers, `batch_size` of them at a time; the last may be smaller."""
-    order = submission_order(num_sequences, submission)
-    return [order[i : i + batch_size] for i in range(0, num_sequences, batch_size)]
+@dataclass(frozen=True)
+class Piece:
+    """`count` tokens of `sequence`, from its token `start` on, that went into one forward."""
+
+    sequence: int
+    start: int
+    count: int
 
 
 @dataclass
@@ -104,28 +109,33 @@ class ObservedInputs:
     """What the model was really fed, a cell a token of the flat batch (`libxd/scoring/observer.py` records it).
 
     token_ids int32 [T], selected_ids int32 [T] (the ids whose logprobs were taken; where none was taken, the fed id),
-    positions int32 [T], attention_mask bool [T]. A token that reached no model has id and position -1.
-    `cache` is whether keys and values outlived a forward.
+    positions int32 [T], attention_mask bool [T], scored bool [T] (a logprob was taken). A token that reached no model
+    has id and position -1. `cache` is whether keys and values outlived a forward. `forwards`: what went into the model
+    together, forward by forward. `head_outputs`: `checksum` of each tensor of logits as the head gave it (None: the
+    engine does not show them).
     """
 
     token_ids: np.ndarray
     selected_ids: np.ndarray
     positions: np.ndarray
     attention_mask: np.ndarray
+    scored: np.ndarray
     cache: Literal["kv_cache", "none"]
+    forwards: list[list[Piece]]
+    head_outputs: frozenset[int] | None = None
 
 
 @dataclass
 class Scores:
-    """What one side says: logprobs float32 [T] in nats, a quiet NaN where nothing was scored; entropy alike or None.
+    """What one side says: logprobs float32 [T] in nats, a quiet NaN where nothing was scored.
 
-    Index i belongs to token i given the tokens before it. `logits_dtype` is the dtype the head returned.
+    Index i belongs to token i given the tokens before it. `logits_dtype` is the dtype that the head returned; None when
+    no logits were seen, because the operator takes hidden states.
     """
 
     logprobs: np.ndarray
-    entropy: np.ndarray | None
     observed: ObservedInputs
-    logits_dtype: str
+    logits_dtype: str | None
 
 
 class Engine(Protocol):
@@ -154,6 +164,9 @@ class Engine(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Free JSON about the engine: class names, library versions, device, threads."""
+
+    def not_parameters(self) -> list[str]:
+        """Tensors of the checkpoint that this model has no parameter for: persistent buffers, leftovers; sorted."""
 
     def close(self) -> None:
         """Give the device memory back."""
@@ -189,7 +202,9 @@ class Runtime(Protocol):
     """An adapter. Importing its module imports no torch.
 
     One that can sample has `generator(model: str, dtype: str) -> Generator` beside these; `model` is a checkpoint
-    directory, or the runtime's own name for a model.
+    directory, or the runtime's own name for a model. One whose library has numeric state of the whole process (thread
+    count, TF32, autocast) has `numerics() -> dict`, JSON: it must stay what it was when the process began, but for
+    what the plan's engine arguments say under the same name.
     """
 
     name: str

@@ -6,11 +6,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from libxd import canon, checkpoint
+from libxd.identity import UNPROCESSED
+from libxd.scoring import observer
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from libxd.runtimes.protocol import Engine, Request, Scores
+    from libxd.operators.session import Operator
+    from libxd.runtimes.protocol import Engine, ObservedInputs, Request, Scores
     from libxd.sequences import Sequences
 
 #: the observed identity before anything was observed; null means that it could not be seen
@@ -25,15 +28,15 @@ UNSEEN: dict[str, Any] = dict.fromkeys((
 class Snapshot:
     """The model at one moment: a digest a parameter (by Hugging Face name), their dtypes, mode, optimizer.
 
-    buffers: digests of what else the model holds (a table of rotary frequencies). The checkpoint does not pin them, but
-    scoring must leave them as they were, too.
+    buffers: dtype and digest of what else the model holds (a table of rotary frequencies). No checkpoint pins them, but
+    scoring must leave them as they were, too, and both sides must hold the same.
     """
 
     parameters: dict[str, str]
     dtype: str
     mode: str
     optimizer: bool
-    buffers: dict[str, str] = field(default_factory=dict)
+    buffers: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @property
     def weights(self) -> str:
@@ -49,24 +52,28 @@ class Snapshot:
             dtypes.add(dtype)
         state = engine.state()
         buffers = {
-            name: checkpoint.parameter_digest(dtype, shape, [raw]) for name, dtype, shape, raw in engine.buffers()
+            name: {"dtype": dtype, "digest": checkpoint.parameter_digest(dtype, shape, [raw])}
+            for name, dtype, shape, raw in engine.buffers()
         }
         return cls(digests, "+".join(sorted(dtypes)), state["mode"], bool(state["optimizer"]), buffers)
 
     def changed(self, after: Snapshot) -> dict[str, str | None]:
         """Parameters and buffers with another digest afterwards, or new then; None for one that is gone."""
-        held, left = {**self.buffers, **self.parameters}, {**after.buffers, **after.parameters}
+        held, left = ({**snapshot._buffer_digests(), **snapshot.parameters} for snapshot in (self, after))
         return {name: left.get(name) for name in sorted(held.keys() | left.keys()) if held.get(name) != left.get(name)}
+
+    def _buffer_digests(self) -> dict[str, str]:
+        return {name: buffer["digest"] for name, buffer in self.buffers.items()}
 
 
 def observed_identity(
-    sequences: Sequences, request: Request, scores: Scores, before: Snapshot, after: Snapshot,
-    temperatures: set[float], expected_weights: str | None,
-) -> dict[str, Any]:
+    sequences: Sequences, request: Request, scores: Scores, before: Snapshot, after: Snapshot, operator: Operator,
+    expected_weights: str | None,
+) -> dict[str, Any]:  # fmt: skip
     """The `observed` block of readback and score file.
 
-    temperatures: those the operator was called with. expected_weights: the root digest that the checkpoint must give on
-    this side (None: not known). cu_seqlens and active_mask are those that the score file holds.
+    expected_weights: the root digest that the checkpoint must give on this side (None: not known). cu_seqlens and
+    active_mask are those that the score file holds: engines are given boundaries and show none, and know no mask.
     """
     fed = scores.observed
     return {
@@ -83,8 +90,8 @@ def observed_identity(
         "mode_after": after.mode,
         "optimizer": before.optimizer or after.optimizer,
         "cache": fed.cache,
-        "scoring_mode": _mode(request.mode, fed.cache),
-        "semantics": _semantics(request.semantics, temperatures),
+        "scoring_mode": _mode(sequences, request.mode, fed),
+        "semantics": _semantics(operator, fed.head_outputs),
         "model_state": _model_state(before, after, expected_weights),
     }
 
@@ -95,19 +102,31 @@ def _digest(array: np.ndarray, dtype: str) -> str:
     return canon.digest_bytes(memoryview(np.ascontiguousarray(array, dtype=dtype)).cast("B"))
 
 
-def _mode(asked: str, cache: str) -> str:
-    """Decoding means that keys and values outlive a step: without them the tokens went through in one pass."""
-    return "prefill" if asked == "decode" and cache == "none" else asked
+def _mode(sequences: Sequences, asked: str, fed: ObservedInputs) -> str:
+    """How the tokens went through, by what was fed together; "mixed" when as no mode says.
+
+    One pass is "prefill" where decoding was asked. Where there is nothing behind a prompt, that asked fits as well.
+    """
+    for mode in (asked, "decode", "prefill"):
+        fits = observer.fits_mode(mode, fed.forwards, sequences.cu_seqlens, sequences.prompt_lens)
+        if fits and (mode != "decode" or fed.cache == "kv_cache"):
+            return mode
+    return "mixed"
 
 
-def _semantics(asked: dict[str, Any], temperatures: set[float]) -> dict[str, Any] | None:
-    """The semantics as the operator saw them: raw logprobs are taken at 1, whatever temperature sampled the tokens."""
-    if len(temperatures) != 1:
+def _semantics(operator: Operator, head_outputs: frozenset[int] | None) -> dict[str, Any] | None:
+    """What was done to the logits before the softmax, as far as it was seen; None when no logprob was taken.
+
+    That there was no truncation and no penalty shows where the operator was given just what the head returned, or
+    hidden states, from which it makes the logits itself.
+    """
+    if not operator.calls:
         return None
-    (seen,) = temperatures
-    if asked["logprobs"] == "processed":
-        return {**asked, "temperature": seen}
-    return asked if seen == 1.0 else {**asked, "logprobs": "processed", "temperature": seen}
+    untouched = operator.inputs == "hidden" or (
+        None not in operator.logits_given and operator.logits_given <= (head_outputs or frozenset())
+    )
+    temperature = next(iter(operator.temperatures)) if len(operator.temperatures) == 1 else None
+    return {**(UNPROCESSED if untouched else dict.fromkeys(UNPROCESSED)), "temperature": temperature}
 
 
 def _model_state(before: Snapshot, after: Snapshot, expected_weights: str | None) -> str | None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from libxd.runtimes.protocol import Observation
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Stage = Literal["settings", "behaviour", "operator"]
 
@@ -90,17 +93,69 @@ def same(observed: Any, expected: Any) -> bool:
     return type(observed) is type(expected) and observed == expected
 
 
-def operator_refusals(plan: Mapping[str, Any], operator: Mapping[str, Any]) -> list[Refusal]:
+def operator_refusals(plan: Mapping[str, Any], operator: Mapping[str, Any], to_score: bool = True) -> list[Refusal]:
     """The operator record of materialized.json against the one read from the instance: it, and no other, ran.
 
-    These are refused in every mode: scores that did not come from the operator are not the case's scores.
+    These are refused in every mode: scores that did not come from the operator are not the case's scores. Where there
+    is nothing to score (to_score False), it need not have run.
     """
     refusals = [
         Refusal("operator", None, plan[key], operator[key], f"the instance is of another {key}")
         for key in ("backend", "version", "build")
         if operator[key] != plan[key]
     ]
-    if operator["calls"] < 1:
+    if to_score and operator["calls"] < 1:
         refusals.append(Refusal("operator", None, "at least one call", operator["calls"],
                                 "the engine never called the operator"))
     return refusals
+
+
+def scored_refusals(
+    returned: tuple[np.ndarray, np.ndarray], selected_ids: np.ndarray, logprobs: np.ndarray, scored: np.ndarray,
+    active_mask: np.ndarray, vocabulary_shards: int,
+) -> list[Refusal]:  # fmt: skip
+    """What is published against what the operator returned: every number came from it, refused in every mode otherwise.
+
+    returned: ids int64 [n] and logprobs float32 [n] of its calls. selected_ids int32, logprobs float32, scored and
+    active_mask bool: [T]. Published logprobs must be, bit for bit, those that it gave for the same ids; where the
+    vocabulary is split over ranks it gives a shard's, and only their number can be held against the published ones.
+    """
+    import numpy as np
+
+    ids, values = returned
+    unscored = int(np.count_nonzero(active_mask & ~scored)) if len(ids) else 0
+    made_up = int(np.count_nonzero(~scored & ~np.isnan(logprobs)))
+    count = int(np.count_nonzero(scored))
+    refusals = []
+    if unscored:
+        refusals.append(_uncovered(unscored, "active tokens that the operator was not called for"))
+    if made_up:
+        refusals.append(_uncovered(made_up, "logprobs of tokens that the operator was not called for"))
+    if len(ids) not in {count, count * vocabulary_shards}:
+        refusals.append(Refusal("operator", None, count, len(ids),
+                                "the operator gave another number of logprobs than are published"))
+    elif vocabulary_shards == 1:
+        given, published = _pairs(ids, values), _pairs(selected_ids[scored], logprobs[scored])
+        if differing := int(np.count_nonzero(given != published)):
+            refusals.append(_uncovered(differing, "published logprobs that the operator did not give"))
+    return refusals
+
+
+def _uncovered(count: int, what: str) -> Refusal:
+    return Refusal("operator", None, 0, count, what)
+
+
+def _pairs(ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+    """Ids and the bits of their logprobs, int64 [n], in one order however they came."""
+    import numpy as np
+
+    bits = np.ascontiguousarray(logprobs, np.float32).view(np.uint32).astype(np.int64)
+    return np.sort((ids.astype(np.int64) << 32) | bits)
+
+
+def submission_refusals(submission: str, in_order: bool, ran: Sequence[Sequence[int]]) -> list[Refusal]:
+    """The order of submission as it ran; another one than was materialised is another repeat, refused in every mode."""
+    if in_order:
+        return []
+    return [Refusal("behaviour", None, submission, [list(batch) for batch in ran][:8],
+                    "the sequences were submitted in another order; observed are the first batches")]

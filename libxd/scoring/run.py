@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from libxd import schema
+from libxd import canon, identity, schema
 from libxd.errors import Status, XdError
 from libxd.operators.session import Operator
-from libxd.runtimes.protocol import Engine, Scores
-from libxd.scoring import evidence, readback, score_file
+from libxd.runtimes.protocol import Engine, Scores, submission_batches
+from libxd.scoring import evidence, observer, readback, score_file
 from libxd.scoring.evidence import Snapshot
+from libxd.scoring.numerics import Numerics
 from libxd.scoring.readback import Refusal
 from libxd.scoring.task import Task
 
@@ -17,18 +18,22 @@ if TYPE_CHECKING:
     from libxd.sequences import Sequences
 
 SCHEMA_VERSION = "xd.readback.v1"
+#: over so many ranks a side's head may be split, so that an operator sees a part of the vocabulary at a time
+_VOCABULARY_SHARDS = "rollout.tensor_parallel_size"
 
 
 class Run:
     """Filled step by step; whatever was not reached stays as it was before anything was observed.
 
-    counters: which engine of the process scores, as which case. intact: the engine is as it was before it scored.
+    numerics: the state of the process, which nothing of the case may change. counters: which engine of the process
+    scores, as which case. intact: the engine is as it was before it scored.
     """
 
-    def __init__(self, task: Task, sequences: Sequences, operator: Operator) -> None:
+    def __init__(self, task: Task, sequences: Sequences, operator: Operator, numerics: Numerics) -> None:
         self.task = task
         self.sequences = sequences
         self.operator = operator
+        self.numerics = numerics
         self.strict: bool = task.materialized["strict"]
         self.records = task.plan["knobs"]
         self.stage: readback.Stage = "settings"
@@ -37,6 +42,8 @@ class Run:
         self.observed = dict(evidence.UNSEEN)
         self.parameters: dict[str, str] = {}
         self.changed_parameters: dict[str, str | None] = {}
+        self.buffers: dict[str, dict[str, str]] = {}
+        self.not_parameters: list[str] = []
         self.intact = True
         self.described: dict[str, Any] = {}
         self.counters = {"engine_serial": 0, "case_serial": 0}
@@ -46,9 +53,10 @@ class Run:
         """Settings, weights, scoring, behaviour, weights: in this order; a refused setting is not scored with."""
         engine.bind(self.operator)
         settings, refusals = readback.compare(self.records, engine.settings(), "settings", self.strict)
-        self.knobs, self.refusals = settings, refusals
-        self.described = engine.describe()
-        if refusals:
+        self.knobs = settings
+        self.refusals = [*refusals, *self._changed_numerics("settings")]
+        self.described = {**engine.describe(), "numerics": self.numerics.now()}
+        if self.refusals:
             return
         before = Snapshot.take(engine)
         self.stage = "behaviour"
@@ -56,18 +64,46 @@ class Run:
         shown = engine.behaviour()
         after = Snapshot.take(engine)
         score_file.check(scores, len(self.sequences.token_ids))
+        ran = observer.batch_size(self.task.request, self.sequences, scores.observed.forwards)
+        if ran.value != self.task.request.batch_size:  # whatever the engine says of it
+            shown = {**shown, "batch.size": ran}
         rest = readback.remaining(self.records, settings, shown)
         behaviour, refusals = readback.compare(rest, shown, "behaviour", self.strict)
         self.knobs = readback.merge(self.records, settings, behaviour)
-        self.refusals = [*refusals, *readback.operator_refusals(self.task.plan["operator"], self._operator())]
+        self.refusals = [
+            *refusals, *self._changed_numerics("behaviour"), *self._submission(scores), *self._operators_work(scores)
+        ]  # fmt: skip
         self.parameters, self.changed_parameters = before.parameters, before.changed(after)
+        self.buffers, self.not_parameters = before.buffers, sorted(engine.not_parameters())
         self.intact = before == after
-        expected = self.task.identity["weights"][self.task.side]
+        expected = identity.held_weights(self.task.identity["weights"][self.task.side], self.not_parameters)
         self.observed = evidence.observed_identity(
-            self.sequences, self.task.request, scores, before, after, self.operator.temperatures,
-            expected["digest"] if expected else None,
-        )
+            self.sequences, self.task.request, scores, before, after, self.operator,
+            None if expected is None else canon.digest(expected),
+        )  # fmt: skip
         self.scores = scores
+
+    def _changed_numerics(self, stage: readback.Stage) -> list[Refusal]:
+        return self.numerics.refusals(stage, self.task.plan["engine"])
+
+    def _submission(self, scores: Scores) -> list[Refusal]:
+        request, sequences = self.task.request, self.sequences
+        asked = submission_batches(sequences.num_sequences, request.submission, request.batch_size)
+        ran = observer.batches(scores.observed.forwards)
+        _, in_order = observer.ran_as_asked(asked, ran, sequences.answered())
+        return readback.submission_refusals(request.submission, in_order, ran)
+
+    def _operators_work(self, scores: Scores) -> list[Refusal]:
+        """Whether it, and nothing else, gave what is to be published."""
+        fed, active = scores.observed, self.sequences.active_mask
+        shards = [record["materialized"] for record in self.records if record["knob"] == _VOCABULARY_SHARDS]
+        return [
+            *readback.operator_refusals(self.task.plan["operator"], self._operator(), bool(active.any())),
+            *readback.scored_refusals(
+                self.operator.returned(), fed.selected_ids, scores.logprobs, fed.scored, active,
+                shards[0] if shards else 1,
+            ),
+        ]  # fmt: skip
 
     def refuse(self, error: Exception) -> bool:
         """Whether the error is an engine's that found out while running that it cannot do what was materialised."""
@@ -123,6 +159,8 @@ class Run:
             "observed": self.observed,
             "parameters": self.parameters,
             "changed_parameters": self.changed_parameters,
+            "buffers": self.buffers,
+            "not_parameters": self.not_parameters,
             "engine": self.described,
             "reuse": self.counters,
         }
@@ -135,6 +173,7 @@ class Run:
             "version": operator.version,
             "build": operator.build,
             "calls": operator.calls,
+            "logprobs": len(operator.returned()[0]),
             "instance": operator.implementation,
             "evidence": {"options": operator.options, "temperatures": sorted(operator.temperatures)},
         }

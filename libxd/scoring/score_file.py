@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = "xd.score.v1"
 #: dtype and shape (T tokens) of what an engine hands over
-_FED = {"token_ids": "int32", "selected_ids": "int32", "positions": "int32", "attention_mask": "bool"}
+_FED = {
+    "token_ids": "int32", "selected_ids": "int32", "positions": "int32", "attention_mask": "bool", "scored": "bool"
+}  # fmt: skip
 _CACHES = ("kv_cache", "none")
 
 
@@ -29,8 +31,6 @@ def check(scores: Scores, num_tokens: int) -> None:
     """XdError 70 when an engine's scores have another form than promised. Their values are for the verdict to judge."""
     found = {"logprobs": scores.logprobs, **{key: getattr(scores.observed, key) for key in _FED}}
     wanted = {"logprobs": "float32", **_FED}
-    if scores.entropy is not None:
-        found["entropy"], wanted["entropy"] = scores.entropy, "float32"
     for key, array in found.items():
         form = (str(getattr(array, "dtype", type(array).__name__)), tuple(getattr(array, "shape", ())))
         if form != (wanted[key], (num_tokens,)):
@@ -50,10 +50,8 @@ def write(path: Path, sequences: Sequences, scores: Scores, metadata: dict[str, 
         "cu_seqlens": sequences.cu_seqlens.astype("int64", copy=False),
         "token_ids": scores.observed.selected_ids,
         "logprobs": _one_nan(scores.logprobs),
+        "active_mask": sequences.active_mask.astype("bool", copy=False),
     }
-    if scores.entropy is not None:
-        arrays["entropy"] = _one_nan(scores.entropy)
-    arrays["active_mask"] = sequences.active_mask.astype("bool", copy=False)
     return tensors.write(path, arrays, metadata)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass
 
+from libxd import resolution, strictjson
 from libxd import sequences as frozen
 from libxd.errors import Status, XdError
 from libxd.operators import catalog
@@ -13,6 +14,7 @@ from libxd.runtimes import registry
 from libxd.runtimes.protocol import Engine, EngineContext
 from libxd.scoring import lifecycle
 from libxd.scoring.lifecycle import Needs
+from libxd.scoring.numerics import Numerics
 from libxd.scoring.run import Run
 from libxd.scoring.task import Task
 from libxd.sequences import Sequences
@@ -36,6 +38,9 @@ class Scorer:
     def __init__(self, side: str) -> None:
         self.side = side
         self.held: Held | None = None
+        #: the process is not what it was: its numeric state was changed, and no other case may compute under it
+        self.spent = False
+        self._numerics: Numerics | None = None
         self._process: str | None = None
         self._engines = 0
         self._cases = 0
@@ -50,10 +55,10 @@ class Scorer:
         sequences = _sequences(task)
         with OperatorSession(_catalog(task)) as session:
             session.resolve(self.side, task.plan["operator"])
-            operator = session.instance(self.side)
-            run = Run(task, sequences, operator)
+            numerics = self._begin(task)
+            run = Run(task, sequences, session.instance(self.side), numerics)
             try:
-                held = self._engine(task, session, reuse)
+                held = self._engine(task, reuse)
                 self._cases += 1
                 run.counters = {"engine_serial": held.serial, "case_serial": self._cases}
                 run.go(held.engine)
@@ -61,6 +66,8 @@ class Scorer:
                 self.close()
                 if not run.refuse(error):
                     raise as_xd_error(error) from error
+            finally:
+                self.spent = bool(numerics.refusals("behaviour", task.plan["engine"]))
             if run.refusals or not run.intact:
                 self.close()
             run.publish()
@@ -79,6 +86,16 @@ class Scorer:
             del engine
             gc.collect()
 
+    def _begin(self, task: Task) -> Numerics:
+        """The numeric state of this process, first read before any operator or engine of it is made."""
+        if self._numerics is None:
+            self._numerics = Numerics(getattr(registry.load(task.plan["runtime"]), "numerics", None))
+            # What importing the runtime's library left behind, some 160 000 objects of torch, holds no optimizer of a
+            # model that is yet to be built. Frozen, it costs neither the search for one, twice a case, nor the garbage
+            # collector a walk over all of it.
+            gc.freeze()
+        return self._numerics
+
     def _require_process(self, needs: Needs, reuse: bool) -> None:
         if reuse:
             lifecycle.require_same(self.held.needs if self.held else None, needs)
@@ -87,12 +104,13 @@ class Scorer:
                           status=Status.REFUSED, code="incompatible-reuse", found=self._process, expected=needs.process)
         self._process = needs.process
 
-    def _engine(self, task: Task, session: OperatorSession, reuse: bool) -> Held:
+    def _engine(self, task: Task, reuse: bool) -> Held:
         if reuse and self.held is not None:
             return self.held
         self.close()
         runtime = registry.load(task.plan["runtime"])
-        context = EngineContext(task.identity, task.requested["locations"], session)
+        context = EngineContext(task.identity, task.requested["locations"])
+        _require_checkpoint(task)
         engine = runtime.open(self.side, task.plan, context)
         self._engines += 1
         self.held = Held(engine, task.needs, self._engines)
@@ -121,6 +139,23 @@ def _catalog(task: Task) -> catalog.SemanticOperatorCatalog:
     return found
 
 
+def _require_checkpoint(task: Task) -> None:
+    """XdError 65 when what says how to compute with the weights is not what was planned with.
+
+    The weights themselves are digested in the engine. Of a checkpoint that is named by digest alone no file is known.
+    """
+    planned, location = task.identity["checkpoint"]["files"], task.requested["locations"]["checkpoint"]
+    if not planned or location is None:
+        return
+    wanted = {name: digest for name, digest in planned.items() if not resolution.holds_weights(name)}
+    found = resolution.checkpoint_files(location, weights=False)
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise XdError("the checkpoint has changed since planning", code="digest-differs", where=location,
+                          path=strictjson.pointer_to("", name), found=found.get(name), expected=wanted.get(name),
+                          hint="put the planned file back, or plan again")
+
+
 def _sequences(task: Task) -> Sequences:
     """The frozen tokens. XdError 66 when they are not at hand, 65 when they are not those of the identity."""
     path = task.requested["locations"]["sequences"]
@@ -129,7 +164,8 @@ def _sequences(task: Task) -> Sequences:
                       where=str(task.attempt.file("requested.json")), path="/locations/sequences")
     sequences = frozen.read(path)
     digests = frozen.tensor_digests(
-        sequences.token_ids, sequences.cu_seqlens, sequences.active_mask, sequences.attention_mask, sequences.positions
+        sequences.token_ids, sequences.cu_seqlens, sequences.active_mask, sequences.attention_mask, sequences.positions,
+        sequences.prompt_lens,
     )
     for name, found in {**digests, "digest": frozen.digest(digests)}.items():
         expected = task.identity["sequences"][name]

@@ -107,6 +107,11 @@ class BlockPool:
         self._layers, self._ranks, self._shape, self._dtype = layers, ranks, (BLOCK_TOKENS, *block_shape), dtype
         self._by_prefix: dict[Prefix, Block] = {}
 
+    @property
+    def kept(self) -> int:
+        """How many prefixes can be found."""
+        return len(self._by_prefix)
+
     def allocate(self) -> Block:
         self.allocated += 1
         return Block(

@@ -51,10 +51,17 @@ def all_reduce(partials: list[Tensor]) -> Tensor:
     return total
 
 
-def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles: float32 [M, 1, head_dim] each, halves repeated (Llama's layout)."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    angles = positions.to(torch.float64).unsqueeze(-1) * theta**-exponents
+def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
+    """Of the rotary angles: float64 [head_dim / 2]."""
+    return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+
+
+def rotary(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles: float32 [M, 1, head_dim] each, halves repeated (Llama's layout).
+
+    positions: integers [M]. frequencies: float64 [head_dim / 2], radians a position.
+    """
+    angles = positions.to(torch.float64).unsqueeze(-1) * frequencies
     angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)
     return angles.cos().float(), angles.sin().float()
 

@@ -13,7 +13,8 @@ from libxd.runtimes.cpu_smoke import geometry
 from libxd.runtimes.cpu_smoke.cache import BlockPool, BlockTable
 from libxd.runtimes.cpu_smoke.engine import build
 from libxd.runtimes.cpu_smoke.kernels import EagerKernels
-from libxd.runtimes.cpu_smoke.model import PagedAttention, Piece
+from libxd.runtimes.cpu_smoke.model import PagedAttention
+from libxd.runtimes.protocol import Piece
 
 #: the ids that end a response: so many that an untrained model, which has no end in mind, meets one in a while
 EOS_IDS = frozenset(range(16))
@@ -66,7 +67,7 @@ class SmokeGenerator:
             attention = PagedAttention(self._model.kernels, pieces, self._tables)
             hidden = self._model(torch.tensor(ids), torch.tensor(positions), attention)
             normed, (weight,) = self._model.head(hidden[torch.from_numpy(last)])
-            return self._model.kernels.linear(normed, weight).float().numpy()
+            return self._model.logits(normed, weight).float().numpy()
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from libxd.errors import XdError
 
+#: what the process of a scorer computes on
+THREADS = 1
+
 
 @dataclass(frozen=True)
 class Geometry:

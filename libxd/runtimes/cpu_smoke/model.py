@@ -5,7 +5,6 @@ Legend: M rows (tokens of any sequences, one after another), E hidden, V vocabul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,15 +15,7 @@ from libxd.runtimes.cpu_smoke.cache import BlockTable
 from libxd.runtimes.cpu_smoke.geometry import Geometry
 from libxd.runtimes.cpu_smoke.kernels import Kernels
 from libxd.runtimes.cpu_smoke.shards import EMBEDDING, HEAD, FlatShardStore, TensorParallelStore, layer_unit
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows of one sequence in a forward: tokens `start` … `start + count` of it; `sequence` is its number."""
-
-    sequence: int
-    start: int
-    count: int
+from libxd.runtimes.protocol import Piece
 
 
 class Attention(Protocol):
@@ -69,12 +60,13 @@ class PagedAttention:
     """Through the KV cache: a layer's keys and values are stored before any is read, then each sequence attends.
 
     Context-parallel ranks each attend over the blocks they own; what they send (outputs in the compute dtype,
-    log-sum-exps in float32) is merged in rank order. `merged` collects how many ranks took part.
+    log-sum-exps in float32) is merged in rank order. `merged` collects of how many blocks a cache was, and how many
+    ranks took part.
     """
 
     def __init__(self, kernels: Kernels, pieces: list[Piece], tables: list[BlockTable]) -> None:
         self.pieces = pieces
-        self.merged: set[int] = set()
+        self.merged: set[tuple[int, int]] = set()
         self._kernels = kernels
         self._tables = tables
 
@@ -103,11 +95,23 @@ class PagedAttention:
             for key, value, index, attended in table.shards(layer, rank):
                 out, lse = self._kernels.attend(part, key, value, (index <= queried) & attended)
                 partials.append((out.to(query.dtype).float(), lse))
-            self.merged.add(len(partials))
+            self.merged.add((len(table.blocks), len(partials)))
             out = partials[0][0] if len(partials) == 1 else attention.merge(partials)
             outs.append(out.to(query.dtype))
             row += piece.count
         return torch.cat(outs)
+
+
+class LogitsHead(nn.Module):
+    """The product with the head's weight, as a module of its own: what it gives can be watched."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
+        self._kernels = kernels
+
+    def forward(self, normed: Tensor, weight: Tensor) -> Tensor:
+        """normed [N, E], weight [V / ranks, E] -> logits [N, V / ranks] in the compute dtype."""
+        return self._kernels.linear(normed, weight)
 
 
 class Decoder(nn.Module):
@@ -119,11 +123,14 @@ class Decoder(nn.Module):
         super().__init__()
         self.geometry, self.store, self.kernels, self.dtype = geometry, store, kernels, dtype
         self.summed: set[int] = set()
+        self.logits = LogitsHead(kernels)
+        frequencies = gemm.inverse_frequencies(geometry.head_dim, geometry.rope_theta)
+        self.register_buffer("rotary_frequencies", frequencies, persistent=False)
         self.eval()
 
     def forward(self, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """ids, positions int64 [M] -> hidden states before the last norm [M, E] in the compute dtype."""
-        cos, sin = gemm.rotary(positions, self.geometry.head_dim, self.geometry.rope_theta)
+        cos, sin = gemm.rotary(positions, self.rotary_frequencies)
         x = self._embed(ids)
         for layer in range(self.geometry.layers):
             ranks = self.store.unit(layer_unit(layer))

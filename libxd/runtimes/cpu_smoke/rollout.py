@@ -1,19 +1,19 @@
-"""The rollout side: chunks of sequences through a paged KV cache, a token a step (decode) or in one pass (prefill)."""
+"""The rollout side: batches of sequences through a paged KV cache, a token a step (decode) or in one pass (prefill)."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from libxd.runtimes.cpu_smoke.cache import BlockPool, BlockTable
+from libxd.runtimes.cpu_smoke.cache import BLOCK_TOKENS, BlockPool, BlockTable, Prefix
 from libxd.runtimes.cpu_smoke.engine import Engine, build
 from libxd.runtimes.cpu_smoke.kernels import EagerKernels, FusedKernels
-from libxd.runtimes.cpu_smoke.model import PagedAttention, Piece
-from libxd.runtimes.cpu_smoke.recorder import Recorder
+from libxd.runtimes.cpu_smoke.model import PagedAttention
 from libxd.runtimes.cpu_smoke.shards import TensorParallelStore
-from libxd.runtimes.protocol import Observation, Request, Scores
+from libxd.runtimes.protocol import Observation, Piece, Request, Scores
+from libxd.scoring.observer import Observer
 from libxd.sequences import Sequences
 
 
@@ -29,7 +29,8 @@ class RolloutEngine(Engine):
         self._share_prefixes = engine["enable_prefix_caching"]
 
     def score(self, sequences: Sequences, request: Request) -> Scores:
-        self._merged: set[int] = set()
+        self._merged: set[tuple[int, int]] = set()
+        self._prompts: list[Prefix] = []
         self._pool = self._new_pool()
         return super().score(sequences, request)
 
@@ -53,13 +54,8 @@ class RolloutEngine(Engine):
             "rollout.tensor_parallel_size": Observation(
                 summed[0] if len(summed) == 1 else None, {"partial_sums_added": summed}
             ),
-            "rollout.context_parallel_size": Observation(
-                max(self._merged, default=None), {"cache_shards_merged": sorted(self._merged)}
-            ),
-            "rollout.enable_prefix_caching": Observation(
-                self._pool.lookups > 0,
-                {"lookups": self._pool.lookups, "hits": self._pool.hits, "blocks": self._pool.allocated},
-            ),
+            "rollout.context_parallel_size": self._cache_ranks(),
+            "rollout.enable_prefix_caching": self._shared_blocks(),
             "rollout.enforce_eager": Observation(
                 kernels.is_eager if kernels.calls else None,
                 {"kernels": type(kernels).__name__, "calls": kernels.calls},
@@ -77,30 +73,64 @@ class RolloutEngine(Engine):
             self.model.dtype, self._share_prefixes,
         )  # fmt: skip
 
-    def _cache_in_use(self) -> Literal["kv_cache", "none"]:
-        return "kv_cache" if self._pool.allocated else "none"
+    def _cache_ranks(self) -> Observation:
+        """Over how many ranks caches were dealt. One of fewer blocks than ranks has one a rank: it fits them all."""
+        dealt = {ranks for blocks, ranks in self._merged if ranks < blocks}
+        at_least = max((ranks for _, ranks in self._merged), default=0)
+        evidence = {"blocks_and_shards_merged": sorted(map(list, self._merged))}
+        if not dealt:
+            ranks = self._pool.context_parallel_size
+            return Observation(ranks if ranks >= at_least else None, evidence)
+        return Observation(at_least if dealt == {at_least} else None, evidence)
 
-    def _score_chunk(
-        self, sequences: Sequences, chunk: list[int], request: Request, recorder: Recorder, logprobs: np.ndarray
+    def _shared_blocks(self) -> Observation:
+        """True: each full block that ended a known prefix was found and shared. False: none was, and none was kept.
+
+        Prompts of less than a block leave nothing to keep: there it is what the cache is set to.
+        """
+        pool, known, shareable = self._pool, set(), 0
+        for prompt in self._prompts:
+            shareable += sum(prompt[:end] in known for end in range(BLOCK_TOKENS, len(prompt), BLOCK_TOKENS))
+            known.update(prompt[:end] for end in range(BLOCK_TOKENS, len(prompt) + 1, BLOCK_TOKENS))
+        evidence = {"shareable": shareable, "lookups": pool.lookups, "hits": pool.hits, "kept": pool.kept,
+                    "blocks": pool.allocated}  # fmt: skip
+        if not known:
+            return Observation(pool.share_prefixes, evidence)
+        if pool.kept:
+            return Observation(True if pool.hits == shareable and pool.kept == len(known) else None, evidence)
+        return Observation(None if pool.hits else False, evidence)
+
+    def _kept_cache(self) -> bool:
+        return self._pool.allocated > 0
+
+    def _score_batch(
+        self, sequences: Sequences, batch: list[int], request: Request, observer: Observer, logprobs: np.ndarray
     ) -> None:
         """Prompts first, in one forward; then, decoding, a token of every unfinished sequence a forward."""
-        lengths = {s: int(sequences.cu_seqlens[s + 1] - sequences.cu_seqlens[s]) for s in chunk}
-        prompts = {s: int(sequences.prompt_lens[s]) for s in chunk}
+        lengths = {s: int(sequences.cu_seqlens[s + 1] - sequences.cu_seqlens[s]) for s in batch}
+        prompts = {s: int(sequences.prompt_lens[s]) for s in batch}
         tables: dict[int, BlockTable] = {}
+        shared: dict[int, list[int]] = {}
         pieces: list[Piece] = []
-        for s in chunk:
-            table = tables[s] = self._pool.table(_cells(sequences, s, prompts[s]), int(sequences.cu_seqlens[s]))
-            start = _shared_tokens(table, int(sequences.cu_seqlens[s]), recorder)
+        for s in batch:
+            prompt, first = _cells(sequences, s, prompts[s]), int(sequences.cu_seqlens[s])
+            self._prompts.append(prompt)
+            table = tables[s] = self._pool.table(prompt, first)
+            shared[s] = [origin for index, origin in enumerate(table.origins()) if origin != first + index]
+            start = len(shared[s])
             if request.mode == "prefill":
                 table.reserve(_attended(sequences, s, prompts[s], lengths[s]))
             pieces.append(Piece(s, start, table.length - start))
         while pieces:
             hidden = self._run(sequences, pieces, tables)
-            self._take(sequences, pieces, hidden, request, recorder, logprobs, prompts)
-            unfinished = [s for s in chunk if tables[s].length < lengths[s]]
+            self._score_following(sequences, pieces, hidden, request, observer, logprobs)
+            unfinished = [s for s in batch if tables[s].length < lengths[s]]
             pieces = [Piece(s, tables[s].length, 1) for s in unfinished]
             for s in unfinished:
                 tables[s].reserve(_attended(sequences, s, tables[s].length, tables[s].length + 1))
+        for s in batch:  # what fills a shared block was fed in this batch's first forward at the latest
+            for index, origin in enumerate(shared[s]):
+                observer.shared_cells(int(sequences.cu_seqlens[s]) + index, origin, 1)
 
     def _run(self, sequences: Sequences, pieces: list[Piece], tables: dict[int, BlockTable]) -> Tensor:
         attention = PagedAttention(self.model.kernels, pieces, [tables[piece.sequence] for piece in pieces])
@@ -124,14 +154,3 @@ def _cells(sequences: Sequences, sequence: int, count: int) -> tuple[tuple[int, 
 def _attended(sequences: Sequences, sequence: int, start: int, end: int) -> list[bool]:
     first = int(sequences.cu_seqlens[sequence])
     return [bool(seen) for seen in sequences.attention_mask[first + start : first + end]]
-
-
-def _shared_tokens(table: BlockTable, first_cell: int, recorder: Recorder) -> int:
-    """How many tokens at the front were found in the cache; the recorder learns where they were fed."""
-    shared = 0
-    for origin in table.origins():
-        if origin == first_cell + shared:
-            break
-        recorder.shared(first_cell + shared, origin)
-        shared += 1
-    return shared

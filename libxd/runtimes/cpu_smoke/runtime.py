@@ -65,11 +65,20 @@ class CpuSmoke:
         }
         return SidePlan(
             records,
-            engine={"device": "cpu", **arguments},
+            engine={"device": "cpu", "threads": geometry.THREADS, **arguments},
             construction={name: value for name, value in arguments.items() if name not in _TOPOLOGY},
             context={name: value for name, value in arguments.items() if name in _TOPOLOGY},
-            process={name: value for name, value in arguments.items() if name in _TOPOLOGY},
+            process={
+                "threads": geometry.THREADS,
+                **{name: value for name, value in arguments.items() if name in _TOPOLOGY},
+            },
         )
+
+    def numerics(self) -> dict[str, Any]:
+        """torch's settings that are those of the whole process."""
+        from libxd.runtimes import live
+
+        return live.numerics()
 
     def synthetic_parameters(self, synthetic: dict[str, Any], dtype: str) -> dict[str, str]:
         """Hugging Face name -> digest of what an engine must hold in `dtype`; numpy only."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from libxd.runtimes.cpu_smoke.engine import Engine, build
 from libxd.runtimes.cpu_smoke.kernels import EagerKernels
-from libxd.runtimes.cpu_smoke.model import Piece, TeacherForcedAttention
-from libxd.runtimes.cpu_smoke.recorder import Recorder
+from libxd.runtimes.cpu_smoke.model import TeacherForcedAttention
 from libxd.runtimes.cpu_smoke.shards import FSDP_WORLD_SIZE, FlatShardStore
-from libxd.runtimes.protocol import Observation, Request, Scores
+from libxd.runtimes.protocol import Observation, Piece, Request, Scores
+from libxd.scoring.observer import Observer
 from libxd.sequences import Sequences
 
 
@@ -55,19 +55,16 @@ class TrainingEngine(Engine):
             "logp.backend": self._logp_backend(),
         }
 
-    def _cache_in_use(self) -> Literal["kv_cache", "none"]:
-        return "none"
-
-    def _score_chunk(
-        self, sequences: Sequences, chunk: list[int], request: Request, recorder: Recorder, logprobs: np.ndarray
+    def _score_batch(
+        self, sequences: Sequences, batch: list[int], request: Request, observer: Observer, logprobs: np.ndarray
     ) -> None:
-        """All sequences of the chunk in one forward; every token but the first of each is scored."""
+        """All sequences of the batch in one forward."""
         pieces, attended = [], []
-        for s in chunk:
+        for s in batch:
             span = sequences.span(s)
             pieces.append(Piece(s, 0, span.stop - span.start))
             attended.append(torch.from_numpy(sequences.attention_mask[span].copy()))
         attention = TeacherForcedAttention(self._implementation, pieces, attended)
         hidden = self._forward(sequences, attention)
         self._attention_ran |= attention.ran
-        self._take(sequences, pieces, hidden, request, recorder, logprobs, dict.fromkeys(chunk, 1))
+        self._score_following(sequences, pieces, hidden, request, observer, logprobs)

@@ -5,10 +5,11 @@ Shapes: M rows, L columns, H hidden size, V vocabulary, N logprobs taken at once
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ import torch
 import transformers
 from torch import Tensor
 
+from libxd import checkpoint
 from libxd.errors import Status, XdError
 from libxd.runtimes import live
-from libxd.runtimes.protocol import Observation, Request, Scores, submission_chunks
+from libxd.runtimes.protocol import Observation, Request
+from libxd.runtimes.torch_engine import TorchEngine
 from libxd.scoring.observer import Observer, Row
 from libxd.sequences import Sequences
 
@@ -26,11 +29,11 @@ from libxd.sequences import Sequences
 #: padded batch are mostly thrown away, and at 150 thousand columns a thousand rows of them fill 600 MB in float32
 HEAD_ROWS = 1024
 
-#: what a causal language model may do behind its head that these engines do not
-_BEHIND_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+#: tokens of the forward that shows whether a model does more behind its head
+_PROBE_TOKENS = 8
 
 
-class Engine(ABC):
+class Engine(TorchEngine):
     """A model on a device, and what is needed to score with it; the sides say how it is run."""
 
     def __init__(self, directory: str, engine: dict[str, Any]) -> None:
@@ -41,18 +44,14 @@ class Engine(ABC):
         accepted = inspect.signature(self.base.forward).parameters
         # transformers 5 renamed the argument on the way
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
-        self._operator: Any = None
-        self._forget_run()
+        self._checkpoint_tensors = checkpoint.tensor_names(directory)
+        super().__init__()
+        self._require_a_plain_head()
 
     def _forget_run(self) -> None:
-        """Behaviour is that of one scoring: whatever was counted before goes."""
-        self._chunk_sizes: list[int] = []
+        super()._forget_run()
         self._computed_dtypes: set[str] = set()
-        self._operator_calls = 0
-        self._logits_dtypes: set[str] = set()
         self._caches_seen = 0
-        self._request: Request | None = None
-        self._num_sequences = 0
 
     # -- protocol
 
@@ -62,65 +61,58 @@ class Engine(ABC):
             raise XdError("takes hidden states and the head's weight, and this head adds a bias", status=Status.REFUSED,
                           code="unsupported-model", where=f"operator {operator.backend}",
                           found=type(self.model).__name__)
-        self._operator = operator
-
-    def state(self) -> dict[str, Any]:
-        return live.state(self.model)
+        super().bind(operator)
 
     def parameters(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
         for name, tensor in self.model.named_parameters():  # a tied weight comes once, as in the checkpoint
             yield name, live.DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), live.raw_bytes(tensor)
 
-    def buffers(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
-        return live.buffers(self.model)
-
-    def score(self, sequences: Sequences, request: Request) -> Scores:
-        """Logprobs float32 [T] in nats of every token behind the prompt; quiet NaN elsewhere."""
-        self._forget_run()
-        self._request, self._num_sequences = request, sequences.num_sequences
-        self._require_known_ids(sequences)
-        logprobs = np.full(sequences.num_tokens, np.nan, np.float32)
-        observer = Observer(sequences.cu_seqlens)
-        with torch.inference_mode():
-            for chunk in submission_chunks(sequences.num_sequences, request.submission, request.batch_size):
-                self._score_chunk(sequences, chunk, request, observer, logprobs)
-        cache = "kv_cache" if self._caches_seen else "none"
-        return Scores(logprobs, None, observer.observed(cache), "+".join(sorted(self._logits_dtypes)))
+    def not_parameters(self) -> list[str]:
+        """Persistent buffers, and what old exports hold of tables that models compute today."""
+        held = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        return sorted(self._checkpoint_tensors - held)
 
     def describe(self) -> dict[str, Any]:
         return {
             "class": type(self.model).__name__,
             "device": str(self.device) if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
             "attention": self.model.config._attn_implementation,
-            "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "mkldnn": torch.backends.mkldnn.is_available(),
-            "matmul_tf32": torch.backends.cuda.matmul.allow_tf32,
-            "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         }
 
     def close(self) -> None:
         self._operator = None
         del self.model, self.base, self.head
         if self.device.type == "cuda":
+            gc.collect()  # what a traceback or a cycle still holds is not given back before
             torch.cuda.empty_cache()
-
-    # -- what a side fills in
-
-    @abstractmethod
-    def _score_chunk(
-        self, sequences: Sequences, chunk: list[int], request: Request, observer: Observer, logprobs: np.ndarray
-    ) -> None:
-        """Score the sequences of one chunk into `logprobs`."""
 
     # -- shared steps
 
-    def _require_known_ids(self, sequences: Sequences) -> None:
-        vocab, largest = self.model.config.vocab_size, int(sequences.token_ids.max(initial=0))
-        if largest >= vocab:
-            raise XdError("a token id is beyond the model's vocabulary", code="bad-sequences", where="hf",
-                          found=largest, expected=f"below {vocab}")
+    def _require_a_plain_head(self) -> None:
+        """XdError 69 when the model's logits are not its head's product alone: scaled, capped, or of other states."""
+        ids = torch.arange(_PROBE_TOKENS, device=self.device).remainder(self._vocabulary()).unsqueeze(0)
+        states: list[Tensor] = []
+        hook = self.base.register_forward_hook(lambda _module, _arguments, out: states.append(out.last_hidden_state))
+        try:
+            with torch.inference_mode():
+                whole = self.model(input_ids=ids, use_cache=False).logits
+                parts = self.head(states[0])
+        finally:
+            hook.remove()
+        if whole.shape != parts.shape or not torch.equal(whole, parts):
+            raise XdError("this runtime does not do what the model does behind its head", status=Status.REFUSED,
+                          code="unsupported-model", where=type(self.model).__name__)
+
+    def _watched(self, observer: Observer) -> AbstractContextManager[None]:
+        return observer.on_head(self.head)
+
+    def _kept_cache(self) -> bool:
+        return self._caches_seen > 0
+
+    def _vocabulary(self) -> int:
+        return self.model.config.get_text_config().vocab_size
 
     def _forward(
         self, module: Any, ids: Tensor, positions: Tensor, mask: Tensor, rows: Sequence[Row], observer: Observer,
@@ -147,67 +139,47 @@ class Engine(ABC):
         return out.last_hidden_state
 
     def _one_pass(
-        self, sequences: Sequences, chunk: list[int], request: Request, observer: Observer, logprobs: np.ndarray
+        self, sequences: Sequences, batch: list[int], request: Request, observer: Observer, logprobs: np.ndarray
     ) -> None:
-        """A chunk of whole sequences in one forward, padded on the right, without a cache."""
-        spans = [sequences.span(s) for s in chunk]
+        """A batch of whole sequences in one forward, padded on the right, without a cache."""
+        spans = [sequences.span(s) for s in batch]
         lengths = [span.stop - span.start for span in spans]
-        shape = (len(chunk), max(lengths))
+        shape = (len(batch), max(lengths))
         ids, positions, mask = (torch.zeros(shape, dtype=torch.long) for _ in range(3))
         for row, (span, length) in enumerate(zip(spans, lengths, strict=True)):
             ids[row, :length] = tensor(sequences.token_ids[span])
             positions[row, :length] = tensor(sequences.positions[span])
             mask[row, :length] = tensor(sequences.attention_mask[span])
-        rows = [Row(row, s, 0, length) for row, (s, length) in enumerate(zip(chunk, lengths, strict=True))]
+        rows = [Row(row, s, 0, length) for row, (s, length) in enumerate(zip(batch, lengths, strict=True))]
         hidden = self._forward(self.base, ids, positions, mask, rows, observer)
-        self._chunk_sizes.append(hidden.shape[0])
         # token t is predicted by the hidden state of token t - 1; the prompt's own tokens were never sampled
         places = [
             (row, t - 1, span.start + t)
-            for row, (s, span, length) in enumerate(zip(chunk, spans, lengths, strict=True))
+            for row, (s, span, length) in enumerate(zip(batch, spans, lengths, strict=True))
             for t in range(int(sequences.prompt_lens[s]), length)
         ]
         for first in range(0, len(places), HEAD_ROWS):
             rows_, columns, cells = (list(part) for part in zip(*places[first : first + HEAD_ROWS], strict=True))
-            self._take(hidden[rows_, columns], np.array(cells), sequences, request, observer, logprobs)
+            self._select(hidden[rows_, columns], np.array(cells), sequences, request, observer, logprobs)
 
-    def _take(
+    def _select(
         self, hidden: Tensor, cells: np.ndarray, sequences: Sequences, request: Request, observer: Observer,
         logprobs: np.ndarray,
     ) -> None:  # fmt: skip
         """Logprobs of the tokens at `cells` [N] from the hidden states [N, H] before them, by the bound operator."""
         ids = tensor(sequences.token_ids[cells]).to(self.device)
         scaled_by = live.temperature(request.semantics)
-        before = self._operator.calls
         if self._operator.inputs == "hidden":
             values = self._operator(hidden, self.head.weight, ids, temperature=scaled_by)
-            self._logits_dtypes.add("float32")
         else:
             logits = self.head(hidden)  # [N, V]
             self._logits_dtypes.add(live.DTYPE_NAMES[logits.dtype])
             self._computed_dtypes.add(live.DTYPE_NAMES[logits.dtype])
             values = self._operator(logits, ids, temperature=scaled_by)
-        self._operator_calls += self._operator.calls - before
         observer.selected(cells, ids.cpu().numpy())
         logprobs[cells] = values.cpu().numpy()
 
     # -- read-back shared by the sides
-
-    def _batch_size(self) -> Observation:
-        """The rows of the batches that ran; sequences too few to fill a chunk fit the size that was asked."""
-        assert self._request is not None
-        asked = submission_chunks(self._num_sequences, self._request.submission, self._request.batch_size)
-        fits = self._chunk_sizes == [len(chunk) for chunk in asked]
-        largest = max(self._chunk_sizes, default=0)
-        return Observation(self._request.batch_size if fits else largest, {"chunks": self._chunk_sizes})
-
-    def _logp_backend(self) -> Observation:
-        ran = self._operator.backend if self._operator_calls else "none"
-        return Observation(ran, {"calls": self._operator_calls, "implementation": self._operator.implementation})
-
-    def _parameter_dtype(self) -> Observation:
-        held = sorted({live.DTYPE_NAMES[parameter.dtype] for parameter in self.model.parameters()})
-        return Observation(held[0] if len(held) == 1 else None, {"parameters": held})
 
     def _compute_dtype(self) -> Observation:
         """What hidden states and logits came out in, and the products between them."""
@@ -244,10 +216,11 @@ def load(directory: str, dtype: torch.dtype, attention: str) -> Any:
     if made_up:  # transformers would draw them at random
         raise XdError("the checkpoint lacks weights of the model", code="bad-checkpoint",
                       where=os.path.basename(directory), found=made_up)
-    unusual = [name for name in _BEHIND_THE_HEAD if getattr(model.config, name, None) not in (None, 1, 1.0)]
-    if unusual:
-        raise XdError("this runtime does not do what the model does behind its head", status=Status.REFUSED,
-                      code="unsupported-model", where=type(model).__name__, found=unusual)
+    held = sorted({live.DTYPE_NAMES.get(parameter.dtype, str(parameter.dtype)) for parameter in model.parameters()})
+    if held != [live.DTYPE_NAMES[dtype]]:  # a model may keep some of its weights in float32 whatever is asked
+        raise XdError("the model does not hold all of its weights in the dtype that was asked for",
+                      status=Status.REFUSED, code="unsupported-model", where=type(model).__name__, found=held,
+                      expected=live.DTYPE_NAMES[dtype])
     return model.eval()
 
 

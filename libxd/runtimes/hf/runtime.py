@@ -89,6 +89,12 @@ class Hf:
             refusals=machine.refusals(row),
         )
 
+    def numerics(self) -> dict[str, Any]:
+        """torch's settings that are those of the whole process."""
+        from libxd.runtimes import live
+
+        return live.numerics()
+
     def estimate_bytes(self, side: str, engine: dict[str, Any], locations: dict[str, Any]) -> int:
         """The checkpoint cast to the engine's dtype, and room to compute; 0 when the checkpoint is not at hand."""
         if not locations["checkpoint"]:

@@ -38,8 +38,8 @@ class TrainingEngine(Engine):
             "logp.backend": self._logp_backend(),
         }
 
-    def _score_chunk(
-        self, sequences: Sequences, chunk: list[int], request: Request, observer: Observer, logprobs: np.ndarray
+    def _score_batch(
+        self, sequences: Sequences, batch: list[int], request: Request, observer: Observer, logprobs: np.ndarray
     ) -> None:
         with self._attention.counting():
-            self._one_pass(sequences, chunk, request, observer, logprobs)
+            self._one_pass(sequences, batch, request, observer, logprobs)
