@@ -78,7 +78,6 @@ unjudged() { [ ! -e "$attempt/comparison.json" ] && [ ! -e "$attempt/token_diffs
     spoil nan rollout
     run --separate-stderr -73 xd-compare "$attempt"
     [[ "$stderr" == *"other content"* ]]
-    spoil flip rollout || true
     [ "$(snapshot "$attempt" | grep -v score_)" = "$(grep -v score_ <<< "$before")" ]
 }
 
@@ -120,7 +119,7 @@ unjudged() { [ ! -e "$attempt/comparison.json" ] && [ ! -e "$attempt/token_diffs
     run -1 xd-resume -q --exit-code --runs "$place/runs" "${smoke[@]}" "$BATS_FILE_TMPDIR/row"
 }
 
-@test "a second writer on the same attempt: the same bytes pass, other bytes are refused, neither is lost" {
+@test "two writers at once on the same attempt write the same bytes: both pass, neither is lost" {
     scored
     rm "$attempt"/score_rollout.safetensors "$attempt"/readback_rollout.json
     xd-score --side rollout "$attempt" > "$place/one" 2> "$place/one.err" &
@@ -152,17 +151,68 @@ unjudged() { [ ! -e "$attempt/comparison.json" ] && [ ! -e "$attempt/token_diffs
     run --separate-stderr -65 xd-materialize --runs "$place/runs" "${smoke[@]}" "$place/forged"
 }
 
-@test "a run directory that is read-only or full: one line, 73, nothing half written" {
-    [ "$(id -u)" = 0 ] || skip "needs root to mount a small file system"
+@test "a bad byte, an endless row, a broken one: reported with their line, the rows around them are done" {
+    second=$(xd-plan -q experiments/s0.json | sed -n 2p)
+    {
+        cat "$BATS_FILE_TMPDIR/row"
+        printf '{"experiment_id": "\xff"}\n'
+        head -c 80000000 /dev/zero | tr '\0' x
+        printf '\n%s\n' "$second"
+    } > "$place/rows"
+    for tool in "xd-resume --runs $place/none" "xd-materialize --runs $place/runs"; do
+        for way in file stdin; do
+            if [ "$way" = file ]; then run --separate-stderr -65 $tool "${smoke[@]}" -q "$place/rows"
+            else run --separate-stderr -65 bash -c "$tool ${smoke[*]} -q < $place/rows"; fi
+            [ "$(wc -l <<< "$output")" = 2 ]
+            [ "$(wc -l <<< "$stderr")" = 2 ]
+            [[ "$stderr" == *:2:*UTF-8*:3:*"too large"* ]]
+        done
+    done
+}
+
+# A small disk, mounted at $place/disk; skipped where nobody may mount.
+disk() {
     mkdir "$place/disk"
-    mount -t tmpfs -o size=16k tmpfs "$place/disk"
-    run --separate-stderr -73 xd-materialize --runs "$place/disk" "${smoke[@]}" "$BATS_FILE_TMPDIR/row"
-    full=$stderr half=$(find "$place/disk" -name '.tmp-*')
-    mount -o remount,ro,size=16k "$place/disk"
-    run --separate-stderr -73 xd-materialize --runs "$place/disk/x" "${smoke[@]}" "$BATS_FILE_TMPDIR/row"
-    readonly=$stderr
-    umount "$place/disk"
-    [[ "$full" == *"No space left"* && "$(wc -l <<< "$full")" = 1 ]]
-    [[ "$readonly" == *"Read-only"* && "$(wc -l <<< "$readonly")" = 1 ]]
-    [ -z "$half" ]
+    mount -t tmpfs -o size="$1" tmpfs "$place/disk" 2> "$place/mount" || skip "mounting a small disk: $(cat "$place/mount")"
+}
+
+teardown() { umount "$place/disk" 2> /dev/null || true; }
+
+@test "a run directory that is full, at every stage: one line, 73, nothing half written; with room again it goes on" {
+    disk 1m
+    run --separate-stderr -0 xd-materialize --runs "$place/disk" "${smoke[@]}" "$BATS_FILE_TMPDIR/row"
+    attempt=$output
+    for stage in "xd-score --side rollout" "xd-score --side training" xd-compare xd-seal; do
+        head -c 2000000 /dev/zero > "$place/disk/fill" || true
+        before=$(snapshot "$attempt")
+        run --separate-stderr -73 $stage "$attempt"; one_line
+        [[ "$stderr" == *"No space left"* ]]
+        [ -z "$output" ]
+        [ "$(snapshot "$attempt")" = "$before" ]
+        rm "$place/disk/fill"
+        run -0 $stage "$attempt"
+    done
+    head -c 2000000 /dev/zero > "$place/disk/fill" || true
+    run --separate-stderr -73 xd-materialize --runs "$place/disk" "${smoke[@]}" "$BATS_FILE_TMPDIR/row"; one_line
+    run --separate-stderr -73 xd-plan -q experiments/s0.json --runs "$place/disk"; one_line
+    [ -z "$(find "$place/disk" -name '.tmp-*')" ]
+}
+
+@test "a run directory that is read-only: 73 where something is to be written, 0 where it stands there already" {
+    disk 1m
+    scored
+    xd-compare "$attempt" | xd-seal > "$place/sealed"
+    cp -a "$place/runs" "$place/disk/"
+    sealed=$place/disk/${attempt#"$place"/}
+    fresh=$(xd-materialize --runs "$place/disk/runs" "${smoke[@]}" "$BATS_FILE_TMPDIR/row")
+    mount -o remount,ro,size=1m "$place/disk"
+    for stage in "xd-score --side rollout" "xd-score --side training" xd-compare xd-seal "xd-seal --verify"; do
+        run -0 $stage "$sealed"
+    done
+    run --separate-stderr -73 xd-score --side rollout "$fresh"; one_line
+    [[ "$stderr" == *"Read-only"* ]]
+    for tool in "xd-materialize ${smoke[*]} $BATS_FILE_TMPDIR/row" "xd-plan -q experiments/s0.json"; do
+        run --separate-stderr -73 $tool --runs "$place/disk/runs"; one_line
+        [[ "$stderr" == *"Read-only"* ]]
+    done
 }

@@ -69,55 +69,76 @@ PY
     xd-plan -q experiments/s0.json | head -n 1 > "$place/row"
     xd-materialize --runs "$place/runs" "${smoke[@]}" "$place/row" > "$place/attempt"
     attempt=$(cat "$place/attempt")
-    # no stdin is closed while it waits for more: the child is alive and idle, or at work
-    mkfifo "$place/in"
-    xd-score --side rollout < "$place/in" > "$place/out" 2> "$place/err" &
+    mkdir "$place/slow" # its torch never comes, so that it is at work when it is killed
+    echo 'import time; time.sleep(600)' > "$place/slow/torch.py"
+    PYTHONPATH=$place/slow xd-score --side rollout "$attempt" > "$place/out" 2> "$place/err" &
     scorer=$!
-    exec 9> "$place/in"
-    cat "$place/attempt" >&9
-    for _ in $(seq 300); do child=$(pgrep -P "$scorer" -f libxd.scoring.child || true); [ -n "$child" ] && break; sleep 0.02; done
+    child=
+    for _ in $(seq 600); do
+        child=$(pgrep -P "$scorer" -f libxd.scoring.child || true)
+        [ -n "$child" ] && break
+        sleep 0.05
+    done
     [ -n "$child" ]
     kill -9 $child
-    exec 9>&-
     status=0; wait "$scorer" || status=$?
-    if [ ! -s "$place/out" ]; then # it was killed before it had published
-        [ "$status" = 75 ]
-        [ "$(wc -l < "$place/err")" = 1 ]
-        [[ "$(cat "$place/err")" == *SIGKILL* ]]
-        [ ! -e "$attempt/score_rollout.safetensors" ]
-    fi
+    [ "$status" = 75 ]
+    [ ! -s "$place/out" ]
+    [ "$(wc -l < "$place/err")" = 1 ]
+    [[ "$(cat "$place/err")" == *SIGKILL* ]]
+    [ "$(cd "$attempt" && echo *)" = "identity.json materialized.json requested.json" ]
+    [ -z "$(find "$attempt" -name '.tmp-*')" ]
     run -0 bash -o pipefail -c "xd-resume -q --runs $place/runs ${smoke[*]} $place/row | head -n 1"
     [ "$output" = "$(cat "$place/row")" ]
     chain "$place/runs" < "$place/row"
     [ -z "$(xd-resume -q --runs "$place/runs" "${smoke[@]}" "$place/row")" ]
 }
 
-@test "Ctrl-C of make leaves no half file, and the next run finishes" {
-    setsid make -C "$root" VENV="$VIRTUAL_ENV" RUNS="$place/runs" EXP=s0 run > "$place/log" 2>&1 &
+@test "Ctrl-C of make leaves no half file and no process, and the next run finishes" {
+    # A shell starts what runs in the background with SIGINT ignored, and make would hand that on to all of the chain:
+    # python gives the default back. A session of its own, because scorers lead process groups of their own.
+    setsid python -P -c 'import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])' \
+        make -C "$root" VENV="$VIRTUAL_ENV" RUNS="$place/runs" EXP=s0 run > "$place/log" 2>&1 &
     pid=$!
     for _ in $(seq 600); do [ -n "$(find "$place/runs" -name 'score_*' 2> /dev/null | head -n 1)" ] && break; sleep 0.05; done
+    [ "$(pgrep -c -s "$pid")" -gt 4 ] # make, shells, the stages of a pipe
     kill -INT -- -"$pid"
-    wait "$pid" || true
-    [ -z "$(pgrep -g "$pid" || true)" ]
-    [ -z "$(find "$place/runs" -name '.tmp-*')" ]
+    status=0; wait "$pid" || status=$?
+    [ "$status" -ne 0 ]
+    for _ in $(seq 100); do [ -z "$(pgrep -s "$pid" || true)" ] && break; sleep 0.1; done
+    [ -z "$(pgrep -s "$pid" || true)" ]
+    run -1 grep Traceback "$place/log"
+    [ -z "$(find "$place/runs" -name '.tmp-*' -o -name '.make*')" ]
+    [ -n "$(xd-resume -q --runs "$place/runs" "${smoke[@]}" "$place/runs/s0/plan.jsonl")" ] # it was cut short
     sealed=$(find "$place/runs" -name COMPLETE -exec sha256sum {} + | sort)
     run -0 run_make run
     [ -z "$(comm -23 <(echo "$sealed") <(find "$place/runs" -name COMPLETE -exec sha256sum {} + | sort))" ]
     [ -z "$(xd-resume -q --runs "$place/runs" "${smoke[@]}" "$place/runs/s0/plan.jsonl")" ]
 }
 
-@test "make -k goes on with the other groups when one fails" {
-    # one case's directory cannot be read or written: a file stands in its place
-    xd-plan -q experiments/s0.json --runs "$place/runs" > "$place/plan"
-    case_id=$(grep '"path":"rollout.dtype"' "$place/plan" | head -n 1 | grep -o '"case_id":"c-[0-9a-f]*' | cut -d '"' -f 4)
-    mkdir -p "$place/runs/s0/cases" && touch "$place/runs/s0/cases/$case_id"
-    run run_make -k run
-    [ "$status" -ne 0 ]
-    [[ "$output" == *"$case_id"* ]]
-    [ "$(find "$place/runs" -name COMPLETE | wc -l)" -ge 8 ]
+@test "make -k goes on with the other groups when one fails, and the table comes" {
+    small broken 'config["interventions"].append({"path": "rollout.dtype", "values": ["bfloat16", "float16"]})'
+    xd-plan -q "$place/broken.json" --runs "$place/runs" > "$place/plan"
+    # one row's directory cannot be made when its group comes to it
+    case_id=$(grep '"value":"bfloat16"' "$place/plan" | grep -o '"case_id":"c-[0-9a-f]*' | cut -d '"' -f 4)
+    mkdir -p "$place/runs/broken/cases"
+    ln -s nowhere "$place/runs/broken/cases/$case_id"
+    run -2 small_make broken -k run
+    [[ "$output" == *"$case_id"* && "$output" == *"Error 73"* ]]
+    [ "$(grep -cE '^(baseline|batch.size=1|rollout.dtype=float16) +(PASS|MISMATCH)' <<< "$output")" = 3 ]
+    grep -qE '^rollout.dtype=bfloat16 +missing' <<< "$output"
+    # a row that cannot even be looked for: the others are scored, the status tells
+    rm "$place/runs/broken/cases/$case_id"
+    touch "$place/runs/broken/cases/$case_id"
+    run -2 small_make broken -k run
+    [[ "$output" == *"$case_id"* && "$output" == *"Error 66"* ]]
+    grep -qE '^rollout.dtype=bfloat16 +missing' <<< "$output"
+    rm "$place/runs/broken/cases/$case_id"
+    run -0 small_make broken -k run
+    grep -qE '^rollout.dtype=bfloat16 +MISMATCH' <<< "$output"
 }
 
 @test "a closed pipe at the end of the chain is no traceback" {
     run bash -o pipefail -c "xd-plan -q experiments/s0.json | xd-materialize --runs $place/runs ${smoke[*]} 2> $place/err | head -n 1"
-    ! grep -q Traceback "$place/err"
+    run -1 grep Traceback "$place/err"
 }
