@@ -7,6 +7,7 @@ import importlib.metadata
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,14 +26,18 @@ NUMPY_FREE_TOOLS = ("plan", "resume", "seal", "materialize")
 
 
 def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = path.relative_to(ROOT / "kernels" if path in KERNELS else ROOT).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 
 
-def imports(path: Path) -> set[str]:
-    """Every module a file imports, at any depth, and by importlib.import_module of a literal."""
+def imports(path: Path, when_loaded: bool = False) -> set[str]:
+    """Every module a file imports, at any depth, and by importlib.import_module of a literal.
+
+    when_loaded: what importing the file imports alone, without functions and `if TYPE_CHECKING`.
+    """
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree) if not when_loaded else loaded_nodes(tree):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -49,6 +54,17 @@ def imports(path: Path) -> set[str]:
         ):
             found.add(str(node.args[0].value))
     return found
+
+
+def loaded_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when a module is imported."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            continue
+        yield node
+        yield from loaded_nodes(node)
 
 
 def within(name: str, package: str) -> bool:
@@ -87,6 +103,34 @@ def test_kernels_import_no_libxd():
     assert [path for path in KERNELS if any(within(name, "libxd") for name in imports(path))] == []
 
 
+def test_triton_stays_in_its_room_and_is_entered_when_launched():
+    outside = [path for path in (*LIBXD, *KERNELS) if not within(module_name(path), "xdkernels.jit")]
+    inside = [path for path in KERNELS if path not in outside]
+    assert any("triton" in imports(path) for path in inside)
+    found = [module_name(path) for path in outside if any(within(name, "triton") for name in imports(path))]
+    found += [
+        f"{module_name(path)} imports {name} when it is imported"
+        for path in outside
+        for name in imports(path, when_loaded=True)
+        if within(name, "xdkernels.jit")
+    ]
+    assert found == []
+    assert imports(ROOT / "kernels" / "xdkernels" / "jit" / "__init__.py") == set()
+
+
+def test_an_operators_build_covers_the_kernels_it_reaches():
+    """`xd.triton_logp` names every module of xdkernels that its public function imports, at any depth."""
+    from libxd.operators.triton_logp import DESCRIPTOR
+
+    files = {module_name(path): path for path in KERNELS if path.name != "__init__.py"}
+    reached: set[str] = set()
+    waiting = {"xdkernels.logprob"}
+    while waiting:
+        reached |= waiting
+        waiting = {name for module in waiting for name in imports(files[module]) if name in files} - reached
+    assert set(DESCRIPTOR.sources) == reached
+
+
 def test_runtimes_and_operators_are_reached_by_entry_point_only():
     found = []
     for path in LIBXD:
@@ -95,7 +139,7 @@ def test_runtimes_and_operators_are_reached_by_entry_point_only():
                 package = f"libxd.runtimes.{kind}"
                 if within(name, package) and not within(module_name(path), package):
                     found.append(f"{module_name(path)} imports {name}")
-            for concrete in ("native", "reference", "smoke_ops"):
+            for concrete in ("native", "reference", "triton_logp", "smoke_ops"):
                 package = f"libxd.operators.{concrete}"
                 if within(name, package) and not within(module_name(path), package):
                     found.append(f"{module_name(path)} imports {name}")
@@ -142,11 +186,26 @@ def test_the_rules_can_fail(tmp_path):
         "    importlib.import_module('libxd.runtimes.hf')\n"
     )
     assert {"libxd.cmd", "libxd.cmd.plan", "libxd.runtimes.hf"} <= imports(bad)
+    assert imports(bad, when_loaded=True) == set()
+    bad.write_text("try:\n    import triton\nfinally:\n    pass\nclass A:\n    import torch\n")
+    assert imports(bad, when_loaded=True) == {"triton", "torch"}
 
 
 @pytest.mark.parametrize("tool", ["rollout", "plan", "resume", "materialize", "score", "compare", "seal"])
 def test_no_tool_loads_torch_to_start(tool):
     assert really_loaded(f"libxd.cmd.{tool}") & HEAVY == set()
+
+
+def test_operators_are_described_and_digested_where_no_torch_is():
+    """A base install plans with them: their builds are taken from sources that are not imported."""
+    code = (
+        "import sys\nfor name in ('torch', 'triton', 'numpy'): sys.modules[name] = None\n"
+        "from libxd.operators import catalog\nprint(catalog.load(False).digest)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    from libxd.operators import catalog
+
+    assert done.stdout.strip() == catalog.load(False).digest
 
 
 @pytest.mark.parametrize("tool", NUMPY_FREE_TOOLS)
@@ -156,9 +215,9 @@ def test_tools_without_arrays_start_without_numpy(tool):
 
 def test_every_package_is_shipped():
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    there = {module_name(path.parent / "__init__.py") for path in LIBXD if path.name == "__init__.py"}
-    assert there == {name for name in listed if within(name, "libxd")}
-    assert {"xdkernels", "xdschemas"} <= listed
+    there = {module_name(path) for path in (*LIBXD, *KERNELS) if path.name == "__init__.py"}
+    assert there == {name for name in listed if name != "xdschemas"}
+    assert "xdschemas" in listed
 
 
 def test_transformers_is_not_fooled_by_the_kernels_folder():

@@ -156,7 +156,7 @@ def test_an_unknown_backend_is_refused_with_the_known_ones():
 
 def test_smoke_operators_are_unregistered_by_default():
     production = catalog.load(False).backends("selected_logprob")
-    assert production == ["native", "xd.reference_logp"]
+    assert production == ["native", "xd.reference_logp", "xd.triton_logp"]
     assert catalog.smoke_backends() == ["smoke_only.logp_offset", "smoke_only.logp_reference"]
     assert set(catalog.load(True).backends("selected_logprob")) == {*production, *catalog.smoke_backends()}
     assert catalog.load(True).digest != catalog.load(False).digest
@@ -352,7 +352,7 @@ def logits_and_ids():
     return torch.randn(9, 101, generator=generator) * 3, torch.randint(101, (9,), generator=generator)
 
 
-@pytest.mark.parametrize("backend", ["native", "smoke_only.logp_reference"])
+@pytest.mark.parametrize("backend", ["native", "xd.triton_logp", "smoke_only.logp_reference"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logits_operators_match_float64(shipped, logits_and_ids, backend, temperature):
     logits, ids = logits_and_ids
@@ -361,6 +361,21 @@ def test_logits_operators_match_float64(shipped, logits_and_ids, backend, temper
     assert float((found.double() - wanted).abs().max()) < LOGPROB_FLOAT32_NATS
     other = shipped(backend)(logits.bfloat16(), ids, temperature=2.0)
     assert float((other.double() - wanted).abs().max()) > LOGPROB_FLOAT32_NATS
+
+
+def test_batch_invariance_is_kept_where_it_is_promised(shipped):
+    """A row's bits alone, in company, and in another place; on the CPU by the twin."""
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator().manual_seed(3)
+    logits = (torch.randn(7, 5003, generator=generator) * 3).bfloat16()
+    ids = torch.randint(5003, (7,), generator=generator)
+    promising = [found.backend for found in catalog.load(False) if "batch_invariant" in found.properties]
+    assert "xd.triton_logp" in promising
+    for backend in promising:
+        whole = shipped(backend)(logits, ids, 0.9)
+        for rows in ([0], [6], [2, 1], [6, 5, 4, 3, 2, 1, 0]):
+            assert torch.equal(shipped(backend)(logits[rows], ids[rows], 0.9), whole[rows])
+        assert not torch.equal(shipped(backend)(logits, ids, 0.9001), whole)
 
 
 def test_the_reference_computes_its_own_logits(shipped):

@@ -6,10 +6,16 @@ import subprocess
 import sys
 
 import pytest
-from tolerances import ENTROPY_FLOAT32_NATS, LINEAR_LOGPROB_FLOAT32_NATS, LOGPROB_FLOAT32_NATS
+from tolerances import (
+    ENTROPY_FLOAT32_NATS,
+    LINEAR_LOGPROB_FLOAT32_NATS,
+    LOGPROB_FLOAT32_NATS,
+    LOGPROB_GRADIENT_FLOAT32,
+)
 
 torch = pytest.importorskip("torch")
 
+from xdkernels import logprob, logsumexp  # noqa: E402
 from xdkernels.reference.logprob import linear_selected_logprob, selected_logprob  # noqa: E402
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -65,6 +71,19 @@ def test_linear_matches_float64(generator, dtype):
     assert greatest(entropy, wanted_entropy) < LINEAR_LOGPROB_FLOAT32_NATS
 
 
+def test_linear_with_bias_softcap_and_padding(generator):
+    hidden, weight = torch.randn(N, H, generator=generator), torch.randn(V, H, generator=generator) / 4
+    bias, ids = torch.randn(V, generator=generator), torch.randint(V - 9, (N,), generator=generator)
+    operands = hidden, weight, ids
+    options = {"temperature": 0.7, "vocab": V - 9}
+    logits = hidden.double() @ weight.double().mT + bias.double()
+    for softcap, capped in ((None, logits), (3.0, 3 * (logits / 3).tanh())):
+        wanted, _ = oracle(capped[:, : V - 9], ids, 0.7)
+        found = linear_selected_logprob(*operands, bias, softcap=softcap, **options)
+        assert greatest(found, wanted) < LINEAR_LOGPROB_FLOAT32_NATS
+        assert greatest(linear_selected_logprob(*operands, softcap=softcap, **options), wanted) > 1e-2
+
+
 def test_linear_keeps_what_a_bfloat16_head_rounds_away(generator):
     hidden = torch.randn(N, H, generator=generator).bfloat16()
     weight = torch.randn(V, H, generator=generator).bfloat16()
@@ -118,6 +137,102 @@ def test_no_rows():
     assert selected_logprob(torch.empty(0, 5), torch.empty(0, dtype=torch.int64)).shape == (0,)
 
 
+def gradient(function, logits, ids, **options):
+    leaf = logits.clone().requires_grad_()
+    logprobs, entropy = function(leaf, ids, **options)
+    return torch.autograd.grad((logprobs + 2 * entropy).sum(), leaf)[0]
+
+
+@pytest.mark.parametrize("blocks", [1, 8])
+def test_gradient_matches_float64_masked_columns_included(generator, blocks):
+    logits = torch.randn(N, V, generator=generator) * 4
+    logits[:, ::3] = -float("inf")
+    logits[:, : V // 4] = -float("inf")  # whole blocks
+    ids = torch.full((N,), V - 2)
+    found = gradient(selected_logprob, logits, ids, entropy=True, vocab_block=V // blocks)
+
+    def safe(logits, ids):
+        logprobs = torch.log_softmax(logits.double(), -1).clamp(min=-1e9)
+        return logprobs.gather(-1, ids.unsqueeze(-1)).squeeze(-1), -(logprobs.exp() * logprobs).sum(-1)
+
+    assert greatest(found, gradient(safe, logits, ids)) < LOGPROB_GRADIENT_FLOAT32
+    assert bool((found[:, ::3] == 0).all())
+
+
+def test_company_and_strides_do_not_change_a_bit(generator):
+    logits = torch.randn(N, 5003, generator=generator) * 4
+    ids = torch.randint(5003, (N,), generator=generator)
+    whole = selected_logprob(logits, ids, 0.7, entropy=True)
+    for rows in ([3], [16, 2], list(range(N))[::-1]):
+        found = selected_logprob(logits[rows], ids[rows], 0.7, entropy=True)
+        assert all(torch.equal(a, b[rows]) for a, b in zip(found, whole, strict=True))
+    transposed = selected_logprob(logits.t().contiguous().t(), ids, 0.7, entropy=True)
+    assert all(torch.equal(a, b) for a, b in zip(transposed, whole, strict=True))
+    other = selected_logprob(logits, ids, 0.7, entropy=True, vocab_block=1000)
+    assert not all(torch.equal(a, b) for a, b in zip(other, whole, strict=True))  # negative control
+
+
+def test_shards_give_the_bits_of_the_whole(generator):
+    """The public functions, which take the twin here."""
+    v = 16 * 119
+    logits, ids = torch.randn(N, v, generator=generator) * 4, torch.randint(v, (N,), generator=generator)
+    whole = logprob.selected_logprob(logits, ids, entropy=True)
+    block = logsumexp.default_vocab_block(v)
+    for shards in (1, 2, 4):
+        parts = [
+            logprob.selected_logprob_partials(
+                logits[:, first : first + v // shards], ids, vocab=v, first=first, vocab_block=block, entropy=True
+            )
+            for first in range(0, v, v // shards)
+        ]
+        found = logsumexp.logprob_of_partials(*zip(*parts, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+        merged = logsumexp.merge_logsumexp([sums for sums, _ in parts])
+        assert greatest(merged.maximum + merged.log_total, logits.double().logsumexp(-1)) < LOGPROB_FLOAT32_NATS
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "block"), [(151936, 9496), (152064, 9504), (128256, 8016), (50257, 50257), (12, 3), (1, 1)]
+)
+def test_default_blocks_divide_every_shard(vocabulary, block):
+    assert logsumexp.default_vocab_block(vocabulary) == block
+    for shards in (1, 2, 4, 8, 16):
+        assert vocabulary % shards or vocabulary // shards % block == 0
+
+
+SUMS = torch.zeros(2, 3)
+SHARD = {"vocab": 10, "first": 5, "vocab_block": 5}
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda: logsumexp.merge_logsumexp([]), "no partials"),
+        (lambda: logsumexp.merge_logsumexp(logsumexp.Partials(SUMS, SUMS[:1], None)), "all be"),
+        (lambda: logsumexp.merge_logsumexp(logsumexp.Partials(SUMS[:, :0], SUMS[:, :0], None)), "all be"),
+        (lambda: logsumexp.merge_logsumexp(logsumexp.Partials(SUMS, SUMS.double(), None)), "float32"),
+        (lambda: logsumexp.merge_logsumexp(logsumexp.Partials(SUMS, SUMS.to("meta"), None)), "several devices"),
+        (lambda: logsumexp.merge_logsumexp([logsumexp.Partials(SUMS, SUMS, None),
+                                            logsumexp.Partials(SUMS, SUMS, SUMS)]), "with and without"),
+        (lambda: logsumexp.merge_logsumexp([logsumexp.Partials(SUMS, SUMS, None),
+                                            logsumexp.Partials(SUMS[:1], SUMS[:1], None)]), "other rows"),
+        (lambda: logsumexp.logprob_of_partials(logsumexp.Partials(SUMS, SUMS, None), SUMS), "do not fit"),
+        (lambda: logsumexp.logprob_of_partials(logsumexp.Partials(SUMS, SUMS, None), [SUMS[0], SUMS[:, 0]]), "fit"),
+        (lambda: logsumexp.default_vocab_block(0), "columns"),
+        (lambda: logprob.selected_logprob_partials(LOGITS, IDS, **SHARD | {"first": 4}), "multiple"),
+        (lambda: logprob.selected_logprob_partials(LOGITS, IDS, **SHARD | {"first": -5}), "multiple"),
+        (lambda: logprob.selected_logprob_partials(LOGITS, IDS, **SHARD | {"vocab_block": 0}), "vocab_block"),
+        (lambda: logprob.selected_logprob_partials(LOGITS, IDS, **SHARD | {"vocab": 0}), "vocab"),
+        (lambda: logprob.selected_logprob_partials(LOGITS, IDS + 10, **SHARD), "within 0 and 9"),
+        (lambda: logprob.selected_logprob_partials(LOGITS[:, :0], IDS, **SHARD), "do not fit"),
+        (lambda: logprob.selected_logprob_partials(LOGITS, IDS, 0.0, **SHARD), "temperature"),
+    ],
+)  # fmt: skip
+def test_partials_that_do_not_fit_are_refused(call, what):
+    with pytest.raises(ValueError, match=what):
+        call()
+
+
 LOGITS, IDS = torch.zeros(2, 5), torch.zeros(2, dtype=torch.int32)
 
 
@@ -144,8 +259,16 @@ def test_what_does_not_fit_is_refused(logits, ids, options, what):
 def test_operands_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="do not fit"):
         linear_selected_logprob(torch.zeros(2, 4), torch.zeros(5, 3), IDS)
+    with pytest.raises(ValueError, match="do not fit"):
+        linear_selected_logprob(torch.zeros(3, 3), torch.zeros(5, 3), IDS)
     with pytest.raises(ValueError, match="floating point"):
         linear_selected_logprob(torch.zeros(2, 3), torch.zeros(5, 3, dtype=torch.int8), IDS)
+    with pytest.raises(ValueError, match="one dtype"):
+        linear_selected_logprob(torch.zeros(2, 3), torch.zeros(5, 3).half(), IDS)
+    with pytest.raises(ValueError, match="do not fit"):
+        linear_selected_logprob(torch.zeros(2, 3), torch.zeros(5, 3), IDS, torch.zeros(4))
+    with pytest.raises(ValueError, match="softcap"):
+        linear_selected_logprob(torch.zeros(2, 3), torch.zeros(5, 3), IDS, softcap=0.0)
 
 
 def test_the_package_alone_loads_no_torch():
