@@ -142,3 +142,16 @@ PY
     run bash -o pipefail -c "xd-plan -q experiments/s0.json | xd-materialize --runs $place/runs ${smoke[*]} 2> $place/err | head -n 1"
     run -1 grep Traceback "$place/err"
 }
+
+@test "the README's lines of completion, in bash" {
+    completion=$(awk '/^<!-- completion -->/ {on = 1; next} on && /^```/ {if (++fences == 2) exit; next} on' README.md)
+    [ -n "$completion" ]
+    for tool in plan resume materialize score compare seal rollout; do
+        run -0 bash -c "$completion"'
+            complete -p "$1" > /dev/null || exit
+            COMP_WORDS=("$1" --ver) COMP_CWORD=1
+            "_${1//-/_}_completion" "$1"
+            echo "${COMPREPLY[@]}"' _ "xd-$tool"
+        [[ "$output" == *--version* && "$output" == *--verbose* && "$output" != *--quiet* ]]
+    done
+}
