@@ -185,9 +185,10 @@ def _contradictions(row: dict[str, Any], where: str) -> Iterator[XdError]:
 
 
 def publish_plan(runs: str | os.PathLike[str], experiment: Experiment, encoded: Sequence[bytes]) -> Path:
-    """Put a plan into the run directory and point experiment.json and plan.jsonl at it. Returns the plan's directory.
+    """Put a plan into the run directory and point `plan` there at it. Returns the plan's directory.
 
     Its name is the digest of both files, so a plan that exists is never written over and a changed one is beside it.
+    experiment.json and plan.jsonl lead through `plan`, the one link that moves: never are they of two plans.
     """
     run = RunDirectory(runs, experiment.experiment_id)
     config = schema.validate("experiment_config", experiment.as_json(), experiment.experiment_id)
@@ -200,5 +201,7 @@ def publish_plan(runs: str | os.PathLike[str], experiment: Experiment, encoded: 
         raise publish.cannot_write(directory, error) from error
     for name, data in files.items():
         publish.publish(directory / name, data)
-        publish.point(run.path / name, directory / name)
+    publish.point(run.path / "plan", directory)
+    for name in files:
+        publish.point(run.path / name, run.path / "plan" / name)
     return directory

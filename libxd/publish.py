@@ -82,10 +82,13 @@ def point(link: Path, target: Path) -> None:
             where=str(link),
             hint="move it away",
         )
+    leads = os.path.relpath(target, link.parent)
     name = link.parent / f"{TEMPORARY_PREFIX}{link.name}-{os.getpid()}-{os.urandom(4).hex()}"
     with _system_errors(link):
+        if link.is_symlink() and os.readlink(link) == leads:
+            return
         try:
-            os.symlink(os.path.relpath(target, link.parent), name)
+            os.symlink(leads, name)
             os.replace(name, link)
         finally:
             with contextlib.suppress(FileNotFoundError):

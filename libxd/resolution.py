@@ -15,11 +15,13 @@ from typing import Any
 from libxd import canon, strictjson
 from libxd.errors import Status, XdError
 
-#: what of a directory makes up a tokenizer
+#: what of a directory makes up a tokenizer: names, and how a rank file's name ends
 TOKENIZER_FILES = frozenset({
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "tekken.json",
 })  # fmt: skip
+_TOKENIZER_RANKS = ".tiktoken"
 _MODEL_FILES = ("config.json", "adapter_config.json")
 _MODEL_SUFFIXES = (".safetensors", ".safetensors.index.json", ".py")
 MODEL_FACTS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
@@ -104,7 +106,7 @@ def _decides(name: str) -> bool:
 
 def tokenizer_files(directory: str | os.PathLike[str]) -> dict[str, str]:
     """File name -> digest, of every file of a directory that makes up a tokenizer."""
-    return _digests(directory, TOKENIZER_FILES.__contains__)
+    return _digests(directory, lambda name: name in TOKENIZER_FILES or name.endswith(_TOKENIZER_RANKS))
 
 
 def _digests(directory: str | os.PathLike[str], wanted: Callable[[str], bool]) -> dict[str, str]:

@@ -48,6 +48,15 @@ def test_a_tokenizer_is_its_files(tmp_path):
     (model / "chat_template.jinja").write_text("{{ x }}")
     found = resolved(tmp_path, tokenizer={"id": "t", "policy": "plain", "path": "model"}).identity["tokenizer"]
     assert found["files"].keys() == {"tokenizer.json", "chat_template.jinja"}
+
+
+@pytest.mark.parametrize("name", ["spiece.model", "sentencepiece.bpe.model", "tekken.json", "qwen.tiktoken"])
+def test_a_tokenizer_of_another_library_is_one(tmp_path, name):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / name).write_text("ranks")
+    (tmp_path / "model" / "README.md").write_text("not part of it")
+    found = resolved(tmp_path, tokenizer={"id": "t", "policy": "plain", "path": "model"}).identity["tokenizer"]
+    assert found["files"].keys() == {name}
     assert found["digest"] == canon.digest(found["files"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -325,15 +326,18 @@ def test_a_plan_is_published_and_pointed_at(tmp_path):
     first, encoded = publish(tmp_path, experiment_config())
     run = tmp_path / "runs" / "trial"
     assert (run / "plan.jsonl").read_bytes() == b"".join(line + b"\n" for line in encoded)
-    assert os.readlink(run / "plan.jsonl") == f"plans/{first.name}/plan.jsonl"
+    assert os.readlink(run / "plan") == f"plans/{first.name}"
+    assert os.readlink(run / "plan.jsonl") == "plan/plan.jsonl"
     assert publish(tmp_path, experiment_config())[0] == first
 
     second, _ = publish(tmp_path, experiment_config(), repeats=1)
     assert second != first and (first / "plan.jsonl").exists()
-    assert os.readlink(run / "experiment.json") == f"plans/{second.name}/experiment.json"
+    assert os.readlink(run / "experiment.json") == "plan/experiment.json"
+    assert os.readlink(run / "plan") == f"plans/{second.name}"
     publish(tmp_path, experiment_config())
-    assert os.readlink(run / "plan.jsonl") == f"plans/{first.name}/plan.jsonl"
-    assert sorted(os.listdir(run)) == ["experiment.json", "plan.jsonl", "plans"]
+    assert os.readlink(run / "plan") == f"plans/{first.name}"
+    assert os.readlink(run / "plan.jsonl") == "plan/plan.jsonl"
+    assert sorted(os.listdir(run)) == ["experiment.json", "plan", "plan.jsonl", "plans"]
 
 
 def test_a_file_in_the_place_of_the_link_is_kept(tmp_path):
@@ -349,3 +353,21 @@ def test_the_published_experiment_gives_the_same_cases(tmp_path):
     plan, encoded = publish(tmp_path, experiment_config())
     again = planner.rows(parse(json.loads((plan / "experiment.json").read_bytes())))
     assert [row["case_id"] for row in again] == [json.loads(line)["case_id"] for line in encoded]
+
+
+@pytest.mark.parametrize("moves", range(4))
+def test_a_plan_that_is_killed_while_it_is_pointed_at_leaves_one_plan(tmp_path, monkeypatch, moves):
+    """Whatever was reached: experiment.json and plan.jsonl are of the same plan."""
+    publish(tmp_path, experiment_config())
+    real, left = planner.publish.point, iter(range(moves))
+
+    def point(link, target):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        real(link, target)
+
+    monkeypatch.setattr(planner.publish, "point", point)
+    with contextlib.suppress(KeyboardInterrupt):
+        publish(tmp_path, experiment_config(), repeats=1)
+    run = tmp_path / "runs" / "trial"
+    assert len({(run / name).resolve().parent for name in ("experiment.json", "plan.jsonl")}) == 1

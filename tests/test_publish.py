@@ -45,6 +45,25 @@ def test_what_stands_there_is_only_read(tmp_path, monkeypatch, data):
         publish.publish(path, [b"on", b"f"])
 
 
+@pytest.mark.parametrize("late", [b"two", b"one"])
+def test_a_file_that_comes_up_meanwhile_is_kept(tmp_path, late):
+    """Another writer was faster: nothing stood there when this one began."""
+    path = tmp_path / "x"
+
+    def chunks():
+        yield b"t"
+        path.write_bytes(late)
+        yield b"wo"
+
+    if late == b"two":
+        assert publish.publish(path, chunks()) is False
+    else:
+        with pytest.raises(XdError, match="other content"):
+            publish.publish(path, chunks())
+    assert path.read_bytes() == late
+    assert os.listdir(tmp_path) == ["x"]
+
+
 def test_blocks_are_compared_across_the_chunks_that_they_come_in(tmp_path, monkeypatch):
     monkeypatch.setattr(publish, "_BLOCK", 4)
     path = tmp_path / "x"
