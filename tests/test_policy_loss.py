@@ -157,10 +157,11 @@ def test_backward_twice(own, frozen):
     assert float(first.abs().max()) > 0
 
 
-def test_a_derivative_of_the_gradient_is_refused_and_not_wrong():
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_derivative_of_the_gradient_is_refused_and_not_wrong(masked):
     head = Head()
     leaves = head.leaves()
-    loss, _ = loss_of(leaves, head, head.batch, *OWN[1])
+    loss, _ = loss_of(leaves, head, head.batch, *OWN[1], mask=head.batch.mask if masked else None)
     (gradient,) = torch.autograd.grad(loss, leaves[0], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.square().sum().backward()

@@ -22,7 +22,8 @@ def call(device, head, own, *, frozen=True, **changes):
     """Loss, metrics, and the leaves after a backward with an upstream gradient of -2.5."""
     name, ratio_level, advantage_level = own
     batch = on(device, head.batch)
-    hidden, weight = head.hidden.to(device).requires_grad_(), head.weight.to(device).requires_grad_(not frozen)
+    hidden = head.hidden.clone().to(device).requires_grad_()
+    weight = head.weight.clone().to(device).requires_grad_(not frozen)
     arguments = {
         "objective": name, "ratio_level": ratio_level, "advantage_level": advantage_level, **SETTINGS[name],
         "mask": batch["mask"], "cu_seqlens": batch["cu_seqlens"], **changes,
