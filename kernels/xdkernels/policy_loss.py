@@ -117,8 +117,9 @@ class _LossOfLogprobs(torch.autograd.Function):
         return loss.to(torch.float32)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, upstream):
+        if torch.is_grad_enabled():  # create_graph: the coefficients' own derivatives would be missing, unnoticed
+            raise RuntimeError("the policy loss can be differentiated once: call backward without create_graph")
         (coefficients,) = ctx.saved_tensors
         return upstream * coefficients, None, None
 
