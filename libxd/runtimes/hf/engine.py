@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,17 +19,13 @@ from torch import Tensor
 from libxd import checkpoint
 from libxd.errors import Status, XdError
 from libxd.runtimes import live
+from libxd.runtimes.hf.decoding import tensor
+from libxd.runtimes.hf.loading import load, require_plain_head
+from libxd.runtimes.hf.memory import HEAD_ROWS
 from libxd.runtimes.protocol import Observation, Request
 from libxd.runtimes.torch_engine import TorchEngine
 from libxd.scoring.observer import Observer, Row
 from libxd.sequences import Sequences
-
-#: positions that go through the head together. Those that need a logprob are gathered first: the logits of a whole
-#: padded batch are mostly thrown away, and at 150 thousand columns a thousand rows of them fill 600 MB in float32
-HEAD_ROWS = 1024
-
-#: tokens of the forward that shows whether a model does more behind its head
-_PROBE_TOKENS = 8
 
 
 class Engine(TorchEngine):
@@ -46,7 +41,7 @@ class Engine(TorchEngine):
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self._checkpoint_tensors = checkpoint.tensor_names(directory)
         super().__init__()
-        self._require_a_plain_head()
+        require_plain_head(self.model)
 
     def _forget_run(self) -> None:
         super()._forget_run()
@@ -64,8 +59,8 @@ class Engine(TorchEngine):
         super().bind(operator)
 
     def parameters(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
-        for name, tensor in self.model.named_parameters():  # a tied weight comes once, as in the checkpoint
-            yield name, live.DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), live.raw_bytes(tensor)
+        for name, held in self.model.named_parameters():  # a tied weight comes once, as in the checkpoint
+            yield name, live.DTYPE_NAMES[held.dtype], tuple(held.shape), live.raw_bytes(held)
 
     def not_parameters(self) -> list[str]:
         """Persistent buffers, and what old exports hold of tables that models compute today."""
@@ -89,21 +84,6 @@ class Engine(TorchEngine):
             torch.cuda.empty_cache()
 
     # -- shared steps
-
-    def _require_a_plain_head(self) -> None:
-        """XdError 69 when the model's logits are not its head's product alone: scaled, capped, or of other states."""
-        ids = torch.arange(_PROBE_TOKENS, device=self.device).remainder(self._vocabulary()).unsqueeze(0)
-        states: list[Tensor] = []
-        hook = self.base.register_forward_hook(lambda _module, _arguments, out: states.append(out.last_hidden_state))
-        try:
-            with torch.inference_mode():
-                whole = self.model(input_ids=ids, use_cache=False).logits
-                parts = self.head(states[0])
-        finally:
-            hook.remove()
-        if whole.shape != parts.shape or not torch.equal(whole, parts):
-            raise XdError("this runtime does not do what the model does behind its head", status=Status.REFUSED,
-                          code="unsupported-model", where=type(self.model).__name__)
 
     def _watched(self, observer: Observer) -> AbstractContextManager[None]:
         return observer.on_head(self.head)
@@ -194,36 +174,3 @@ class Engine(TorchEngine):
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         ranks = torch.distributed.get_world_size() if distributed else 1
         return max(meshes, default=1), {"distributed_tensors": sorted(meshes), "process_group": ranks}
-
-
-def load(directory: str, dtype: torch.dtype, attention: str) -> Any:
-    """The causal language model of a checkpoint directory, in eval mode.
-
-    XdError 65 when transformers refuses it or would make up a weight; 69 for a model that does more than this runtime.
-    """
-    from transformers import AutoModelForCausalLM, logging
-
-    logging.disable_progress_bar()
-    try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=True,
-            output_loading_info=True,
-        )  # fmt: skip
-    except (OSError, ValueError, KeyError) as error:
-        raise XdError(f"transformers cannot load this checkpoint: {error}", code="bad-checkpoint",
-                      where=os.path.basename(directory)) from error
-    made_up = sorted({*map(str, loaded["missing_keys"]), *map(str, loaded["mismatched_keys"])})
-    if made_up:  # transformers would draw them at random
-        raise XdError("the checkpoint lacks weights of the model", code="bad-checkpoint",
-                      where=os.path.basename(directory), found=made_up)
-    held = sorted({live.DTYPE_NAMES.get(parameter.dtype, str(parameter.dtype)) for parameter in model.parameters()})
-    if held != [live.DTYPE_NAMES[dtype]]:  # a model may keep some of its weights in float32 whatever is asked
-        raise XdError("the model does not hold all of its weights in the dtype that was asked for",
-                      status=Status.REFUSED, code="unsupported-model", where=type(model).__name__, found=held,
-                      expected=live.DTYPE_NAMES[dtype])
-    return model.eval()
-
-
-def tensor(array: np.ndarray) -> Tensor:
-    """An int64 tensor of ids, positions or masks."""
-    return torch.from_numpy(array.astype(np.int64))

@@ -5,12 +5,11 @@ No torch until one opens.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from libxd import knobs, planner
+from libxd.runtimes.hf import memory
 from libxd.runtimes.protocol import EngineContext, KnobRecord, SidePlan
 
 if TYPE_CHECKING:
@@ -19,12 +18,12 @@ if TYPE_CHECKING:
 FALLBACK_ATTENTION = "sdpa"
 #: attention of the rollout side, where it is no knob
 ROLLOUT_ATTENTION = "sdpa"
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-#: activations, logits of a chunk of rows and a cache of moderate length, roughly, beside the weights
-_WORKSPACE_BYTES = 1 << 30
-
 #: distributions, as environment.PACKAGES names them
 _PACKAGE_OF = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}
+#: the devices that kernels are written for: least and (exclusive) greatest compute capability
+_CAPABILITIES = {"flash_attention_2": ((8, 0), None), "flash_attention_3": ((9, 0), (10, 0))}
+_TRITON_CAPABILITY = (7, 0)
+_FLASH_DTYPES = ("float16", "bfloat16")
 
 #: how each knob is applied, in words
 _APPLIED = {
@@ -56,7 +55,7 @@ class Hf:
     ) -> SidePlan:
         """Pure. What the machine lacks, or this version does not do, is unsupported with the reason."""
         device = row["scenario"]["device"]
-        machine = _Machine(device, environment, row["identity"]["rollout_mode"])
+        machine = _Machine(row, environment)
         records = [
             machine.record(knob, planner.requested(row, side, knob.path), allow_fallback)
             for knob in knobs.of_side(side)
@@ -96,16 +95,8 @@ class Hf:
         return live.numerics()
 
     def estimate_bytes(self, side: str, engine: dict[str, Any], locations: dict[str, Any]) -> int:
-        """The checkpoint cast to the engine's dtype, and room to compute; 0 when the checkpoint is not at hand."""
-        if not locations["checkpoint"]:
-            return 0
-        held = sum(
-            entry.stat().st_size for entry in os.scandir(locations["checkpoint"]) if entry.name.endswith(".safetensors")
-        )
-        with open(os.path.join(locations["checkpoint"], "config.json"), "rb") as file:
-            config = json.load(file)
-        stored = _BYTES.get(config.get("dtype") or config.get("torch_dtype") or "bfloat16", 2)
-        return held * _BYTES[engine["dtype"]] // stored + _WORKSPACE_BYTES
+        """`memory.estimate`; 0 when the checkpoint is not at hand."""
+        return memory.estimate(side, engine, locations)
 
     def open(self, side: str, plan: dict[str, Any], context: EngineContext) -> Engine:
         directory = context.locations["checkpoint"]
@@ -125,11 +116,12 @@ class Hf:
 
 
 class _Machine:
-    """What can be done on a device of a machine with this environment, in a rollout mode."""
+    """What of a row can be done on its device of a machine with this environment."""
 
-    def __init__(self, device: str, environment: dict[str, Any], rollout_mode: str) -> None:
-        self._device = device
-        self._rollout_mode = rollout_mode
+    def __init__(self, row: dict[str, Any], environment: dict[str, Any]) -> None:
+        self._device = row["scenario"]["device"]
+        self._rollout_mode = row["identity"]["rollout_mode"]
+        self._training_dtype = row["values"]["training.compute_dtype"]
         self._packages = environment["packages"]
         self._compiler = environment["compiler"]
         self._cuda = environment["cuda"]["devices"]
@@ -183,12 +175,28 @@ class _Machine:
             return f"{backend} runs on CUDA alone, not on the {self._device.upper()}"
         if package and package not in self._packages:
             return f"{backend} needs the package {package}, which is not installed"
+        if package and self._training_dtype not in _FLASH_DTYPES:
+            return f"{backend} computes in {' or '.join(_FLASH_DTYPES)}, not in {self._training_dtype}"
+        if package:
+            return self._too_old_or_new(backend, *_CAPABILITIES[backend])
         return self._cannot_compile(backend) if backend == "flex_attention" else None
+
+    def _too_old_or_new(self, what: str, least: tuple[int, int], below: tuple[int, int] | None) -> str | None:
+        """Of the first device, which is the one that computes; without any there is nothing to compare."""
+        found = self._cuda[0]["capability"] if self._cuda else None
+        capability = tuple(map(int, found.split("."))) if found else least
+        if capability < least:
+            return f"{what} needs compute capability {least[0]}.{least[1]} or more, and this device has {found}"
+        if below and capability >= below:
+            return f"{what} needs a compute capability below {below[0]}.{below[1]}, and this device has {found}"
+        return None
 
     def _cannot_compile(self, what: str) -> str | None:
         """torch.compile writes C++ for the CPU and Triton kernels for CUDA."""
         if self._device == "cuda":
-            return None if "triton" in self._packages else f"{what} needs the package triton, which is not installed"
+            if "triton" not in self._packages:
+                return f"{what} needs the package triton, which is not installed"
+            return self._too_old_or_new(what, _TRITON_CAPABILITY, None)
         return None if self._compiler else f"{what} needs a C++ compiler, and none is on the path"
 
 
