@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import cache
 from itertools import combinations
 from math import prod
 from pathlib import Path
@@ -14,13 +13,13 @@ from libxd import contract, knobs, resolution, schema, strictjson, topology
 from libxd.contract import Contract
 from libxd.errors import XdError, XdErrors
 from libxd.experiment import Experiment, Intervention
+from libxd.operators import installed
 from libxd.resolution import Resolution
 
 MAX_BYTES = 1 << 20
 MAX_CASES = 256  # of one plan, the baseline among them; repeats are no cases
 #: a field whose name holds one of these would decide the verdict, which only the numerical contract may
 THRESHOLD_WORDS = ("threshold", "tolerance", "atol", "rtol")
-OPERATOR_GROUPS = ("xd.operators", "xd.smoke_operators")
 
 
 def load(path: str | os.PathLike[str]) -> Experiment:
@@ -58,15 +57,6 @@ def parse(value: Any, base: Path, where: str) -> Experiment:
         pairs=pairs,
         operators=operators,
     )
-
-
-@cache
-def known_backends() -> frozenset[str]:
-    """The operator backends that are installed, by the names of their entry points; none is imported."""
-    from importlib.metadata import entry_points
-
-    installed = entry_points()
-    return frozenset(entry.name for group in OPERATOR_GROUPS for entry in installed.select(group=group))
 
 
 class _Reader:
@@ -144,9 +134,9 @@ class _Reader:
         return canonical
 
     def _check_backend(self, backend: str, pointer: str) -> None:
-        if backend not in known_backends():
+        if backend not in installed.backends():
             self.report("no such operator is installed", "unknown-operator", pointer, found=backend,
-                        expected="one of " + ", ".join(sorted(known_backends())))
+                        expected="one of " + ", ".join(installed.backends()))
 
     def operators(self) -> dict[str, Any] | None:
         """The explicit mapping, canonical, with options; None when there is none."""

@@ -9,9 +9,7 @@ from pathlib import Path
 
 from libxd import canon, contracts, schema, strictjson
 from libxd.errors import XdError
-
-#: from the tightest to the loosest; a mixed case is judged by the looser of the baseline's two dtypes
-DTYPE_ORDER = ("float32", "float16", "bfloat16")
+from libxd.knobs import DTYPES
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ def float32(value: float) -> float:
 
 def looser(a: str, b: str) -> str:
     """The dtype of two that is judged by the wider threshold."""
-    return max(a, b, key=DTYPE_ORDER.index)
+    return max(a, b, key=DTYPES.index)
 
 
 @cache

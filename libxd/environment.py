@@ -24,6 +24,7 @@ from typing import Any
 
 from libxd import __version__, canon, schema, strictjson
 from libxd.errors import Status, XdError
+from libxd.runtimes import registry
 
 SCHEMA_VERSION = "xd.environment.v1"
 DESCRIBE_TIMEOUT_S = 120.0
@@ -256,7 +257,7 @@ def _scorers() -> dict[str, str]:
     common = {module: sources_digest(module) for module in SCORER_MODULES}
     return {
         entry.name: canon.digest({**common, "runtime": sources_digest(entry.module)})
-        for entry in importlib.metadata.entry_points(group="xd.runtimes")
+        for entry in importlib.metadata.entry_points(group=registry.GROUP)
     }
 
 

@@ -8,11 +8,12 @@ from typing import Any, Literal
 from libxd.errors import XdError
 
 Side = Literal["rollout", "training"]
-BOTH: tuple[Side, ...] = ("rollout", "training")
+SIDES: tuple[Side, ...] = ("rollout", "training")
 
 #: the knob that says in which dtype a side holds its weights and computes
 DTYPE_OF_SIDE = {"rollout": "rollout.dtype", "training": "training.compute_dtype"}
 
+#: from the most exact to the least: a mixed case is judged by the threshold of the later of two
 DTYPES = ("float32", "float16", "bfloat16")
 DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 #: A backend id that changed its name; the new one is what rows and evidence hold.
@@ -42,7 +43,7 @@ class Knob:
 
 
 _ALL = (
-    Knob("batch.size", BOTH, "integer", "request",
+    Knob("batch.size", SIDES, "integer", "request",
          "How many samples are submitted together, in canonical order; it changes no engine setting."),
     Knob("rollout.tensor_parallel_size", ("rollout",), "integer", "process",
          "Over how many ranks the rollout engine splits each weight matrix."),
@@ -61,7 +62,7 @@ _ALL = (
           "flex": "flex_attention"}),
     Knob("training.compute_dtype", ("training",), "choice", "construction",
          "The dtype the training side computes with.", DTYPES, DTYPE_ALIASES),
-    Knob("logp.backend", BOTH, "name", "construction",
+    Knob("logp.backend", SIDES, "name", "construction",
          "Which selected_logprob operator both sides use, where no explicit mapping binds one a side.",
          (), BACKEND_ALIASES),
     Knob("training.sharding", ("training",), "choice", "process",

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from libxd import canon, environment, knobs
+from libxd import canon, environment, knobs, planner
 from libxd.errors import Status, XdError
 from libxd.operators import catalog as operators
+from libxd.operators import installed
 from libxd.operators.catalog import SemanticOperatorCatalog
 from libxd.operators.descriptor import LIFECYCLES, TOPOLOGY, OperatorDescriptor
 from libxd.policy import Policy
@@ -106,8 +107,8 @@ class _Side:
         self.descriptor, self.knobs[OPERATOR_KNOB] = self._bind(self.knobs[OPERATOR_KNOB])
 
     def requested(self, knob: str) -> Any:
-        """What the row asks of this side; an operator mapping overrides logp.backend."""
-        return self.binding["backend"] if knob == OPERATOR_KNOB else self.row["values"][knob]
+        """What the row asks of this side."""
+        return planner.requested(self.row, self.side, knob)
 
     def _plan(self) -> SidePlan:
         try:
@@ -149,7 +150,7 @@ class _Side:
 
     def _objections(self, backend: str) -> list[str]:
         """Why this side cannot use an operator; empty: it can."""
-        if backend in operators.smoke_backends():
+        if backend in installed.smoke_backends():
             missing = []
             if not self.runtime.registers_smoke_operators:
                 missing.append(f"runtime {self.runtime.name} registers no smoke operators, and {backend} is one")

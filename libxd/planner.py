@@ -22,7 +22,6 @@ from libxd.rundir import RunDirectory
 _SCHEMA_VERSION = "xd.plan_row.v1"
 #: parts of a row that its case digest covers as they are; the identity enters pinned, the scenario with its id
 _HASHED = ("values", "operators", "contract")
-_DTYPE_KNOBS = ("rollout.dtype", "training.compute_dtype")
 
 
 def rows(experiment: Experiment, repeats: int = 0, submission: str = "canonical") -> list[dict[str, Any]]:
@@ -37,7 +36,7 @@ def rows(experiment: Experiment, repeats: int = 0, submission: str = "canonical"
             "source": experiment.contract.source,
             "version": experiment.contract.version,
             "digest": experiment.contract.digest,
-            "dtype": looser(*(experiment.baseline[knob] for knob in _DTYPE_KNOBS)),
+            "dtype": looser(*(experiment.baseline[knob] for knob in knobs.DTYPE_OF_SIDE.values())),
         },
         "identity": experiment.resolution.identity,
         "locations": experiment.resolution.locations,
@@ -85,7 +84,7 @@ def _variations(experiment: Experiment) -> Iterator[tuple[tuple[Intervention, An
 
 @cache  # one object for all its rows, so that it is made canonical once
 def _both_sides(backend: str) -> dict[str, Any]:
-    return {"selected_logprob": {side: {"backend": backend, "options": {}} for side in knobs.BOTH}}
+    return {"selected_logprob": {side: {"backend": backend, "options": {}} for side in knobs.SIDES}}
 
 
 def _scenario(row: dict[str, Any]) -> dict[str, str]:
@@ -169,8 +168,9 @@ def _contradictions(row: dict[str, Any], where: str) -> Iterator[XdError]:
     yield from differs("/intervention", len(set(changed)), len(changed))
     if len(changed) > (1 if row["strategy"] == "one_at_a_time" else 2) or (changed and row["repeat"]):
         yield from differs("/intervention", changed, [])
-    if not set(changed) & set(_DTYPE_KNOBS):  # a case judged by the ruler of a baseline with the same dtypes
-        dtype = looser(*(row["values"][knob] for knob in _DTYPE_KNOBS))
+    dtypes = knobs.DTYPE_OF_SIDE.values()
+    if not set(changed) & set(dtypes):  # a case judged by the ruler of a baseline with the same dtypes
+        dtype = looser(*(row["values"][knob] for knob in dtypes))
         yield from differs("/contract/dtype", row["contract"]["dtype"], dtype)
     yield from differs("/repeat", row["repeat"], int(row["repeat"]))
     if not row["repeat"]:

@@ -11,8 +11,7 @@ from typing import Any
 
 from libxd import publish, schema, strictjson
 from libxd.errors import Status, XdError, of_exception
-
-SIDES = ("rollout", "training")
+from libxd.knobs import SIDES
 
 EXPERIMENT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 CASE_ID = re.compile(r"c-[0-9a-f]{16}\Z")

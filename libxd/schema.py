@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import jsonschema_rs
 import xdschemas
 
 from libxd.errors import XdError, XdErrors
+from libxd.strictjson import pointer_to
 
 MAX_ISSUES = 32  # of one value; more says nothing new
 
@@ -45,7 +46,7 @@ def _validator(name: str) -> jsonschema_rs.Draft202012Validator:
 def validate(name: str, value: Any, where: str) -> Any:
     """`value`, when schema `name` accepts it; else XdErrors with a JSON pointer for every place that it does not."""
     issues = [
-        XdError(_message(error), code=_code(error), where=where, path=_pointer(error))
+        XdError(_message(error), code=_code(error), where=where, path=_place(error))
         for _, error in zip(range(MAX_ISSUES), _validator(name).iter_errors(value), strict=False)
     ]
     if issues:
@@ -53,8 +54,8 @@ def validate(name: str, value: Any, where: str) -> Any:
     return value
 
 
-def _pointer(error: jsonschema_rs.ValidationError) -> str:
-    return "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in error.instance_path)
+def _place(error: jsonschema_rs.ValidationError) -> str:
+    return reduce(pointer_to, map(str, error.instance_path), "")
 
 
 def _code(error: jsonschema_rs.ValidationError) -> str:

@@ -52,7 +52,7 @@ def row(
 ) -> dict[str, Any]:
     """A row as xd-plan would write it; `operators`: side -> backend, for an explicit mapping."""
     values = {**BASELINE, **(dict([change]) if change else {})}
-    backends = operators or dict.fromkeys(knobs.BOTH, values["logp.backend"])
+    backends = operators or dict.fromkeys(knobs.SIDES, values["logp.backend"])
     found = contract.lookup("ws1", "current")
     synthetic = {**SYNTHETIC, "seed": seed}
     sequences = {name: canon.digest(name) for name in identity.SEQUENCE_DIGESTS}
@@ -110,7 +110,7 @@ class FakeRuntime:
         self,
         name: str = "test",
         *,
-        sides: frozenset[str] = frozenset(knobs.BOTH),
+        sides: frozenset[str] = frozenset(knobs.SIDES),
         smoke: bool = False,
         answers: dict[str, dict[str, Any]] | None = None,
         omit: tuple[str, ...] = (),
@@ -170,7 +170,7 @@ def policy(runtime: FakeRuntime | None = None, training: FakeRuntime | None = No
     """Both sides on one runtime, or one each."""
     runtime = runtime or FakeRuntime()
     return Policy(
-        {"rollout": runtime, "training": training or runtime}, dict.fromkeys(knobs.BOTH, "/usr/bin/python3"), **options
+        {"rollout": runtime, "training": training or runtime}, dict.fromkeys(knobs.SIDES, "/usr/bin/python3"), **options
     )
 
 

@@ -33,7 +33,7 @@ OTHER: dict[str, Any] = {
 SEEN_RUNNING = ("batch.size", "rollout.enable_prefix_caching", "logp.backend")
 
 DESCRIPTOR = OperatorDescriptor(
-    operation="selected_logprob", backend=BACKEND, targets=frozenset(knobs.BOTH), devices=frozenset({"cpu"}),
+    operation="selected_logprob", backend=BACKEND, targets=frozenset(knobs.SIDES), devices=frozenset({"cpu"}),
     dtypes=frozenset(knobs.DTYPES), inputs="hidden", factory="scripted_engine:make", version="1",
 )  # fmt: skip
 

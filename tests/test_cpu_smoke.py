@@ -43,7 +43,7 @@ EFFECTS = [
 
 @pytest.fixture(scope="module")
 def baseline() -> dict[str, np.ndarray]:
-    return {side: logprobs(side) for side in knobs.BOTH}
+    return {side: logprobs(side) for side in knobs.SIDES}
 
 
 # -- weights
@@ -110,7 +110,7 @@ def transformers_logprobs() -> np.ndarray:
 
 def test_both_sides_are_the_model_that_transformers_runs(baseline):
     reference = transformers_logprobs()
-    for side in knobs.BOTH:
+    for side in knobs.SIDES:
         assert greatest(baseline[side], reference) < tolerances.SMOKE_FLOAT32_NATS
     shifted = dataclasses.replace(SEQUENCES, positions=SEQUENCES.positions * 2)  # negative control: other positions
     assert greatest(logprobs("training", given=shifted), reference) > 100 * tolerances.SMOKE_FLOAT32_NATS
@@ -130,7 +130,7 @@ def test_every_way_of_running_is_the_same_model(baseline, mode, eager, tensor, c
 @pytest.mark.parametrize(("knob", "value", "moved"), EFFECTS)
 def test_a_knob_moves_its_own_side_and_no_other(baseline, knob, value, moved):
     changes = {knob.replace(".", "__"): value}
-    assert {side for side in knobs.BOTH if greatest(logprobs(side, **changes), baseline[side]) > 0} == moved
+    assert {side for side in knobs.SIDES if greatest(logprobs(side, **changes), baseline[side]) > 0} == moved
 
 
 def test_every_knob_is_in_the_experiment_and_among_the_effects():
@@ -177,7 +177,7 @@ def test_a_token_that_is_not_attended_moves_nobody_after_it():
     masked = dataclasses.replace(SEQUENCES, attention_mask=hidden)
     ids = SEQUENCES.token_ids.copy()
     ids[cell] ^= 1
-    for side in knobs.BOTH:
+    for side in knobs.SIDES:
         changes = {"rollout__enable_prefix_caching": False}  # the altered prompt would share less
         same = logprobs(side, given=masked, **changes)
         assert greatest(same, logprobs(side, given=dataclasses.replace(masked, token_ids=ids), **changes)) == 0
@@ -284,7 +284,7 @@ def test_nothing_is_shared_unasked():
 
 
 @pytest.mark.parametrize("key", [key for key in ROWS if ("training.attention_backend", "flash_attention_2") not in key])
-@pytest.mark.parametrize("side", knobs.BOTH)
+@pytest.mark.parametrize("side", knobs.SIDES)
 def test_the_engine_shows_every_knob_of_its_side_and_what_it_was_fed(key, side):
     planned = {record.knob: record.materialized for record in plan(side, ROWS[key]).knobs}
     engine = opened(side, ROWS[key])
@@ -320,7 +320,7 @@ def test_behaviour_is_that_of_the_last_scoring():
 
 
 def test_unscored_tokens_are_nan():
-    for side in knobs.BOTH:
+    for side in knobs.SIDES:
         scores = opened(side, BASELINE).score(SEQUENCES, request(side, BASELINE))
         assert np.isfinite(scores.logprobs).tolist() == SEQUENCES.active_mask.tolist()
 

@@ -118,7 +118,7 @@ def ignored(tmp_path_factory) -> dict[tuple[str, str], tuple[Path, bool]]:
         for side in knobs.CATALOG[knob].sides
     }
     passed = chain.score_both(
-        {side: [path for (_, s), path in attempts.items() if s == side] for side in knobs.BOTH}, status=69
+        {side: [path for (_, s), path in attempts.items() if s == side] for side in knobs.SIDES}, status=69
     )
     return {(knob, side): (path, path in passed[side]) for (knob, side), path in attempts.items()}
 
@@ -167,7 +167,7 @@ def judged(tmp_path_factory) -> dict[tuple[str, str], dict]:
         for violation, side in [("", "rollout"), *((violation, side) for violation, side, _ in VIOLATIONS)]
     }
     # honest ones of a side together: they share an engine
-    paths = {side: [attempts[key] for key in sorted(attempts, key=lambda key: key[1] == side)] for side in knobs.BOTH}
+    paths = {side: [attempts[key] for key in sorted(attempts, key=lambda key: key[1] == side)] for side in knobs.SIDES}
     assert chain.score_both(paths, status=0) == paths  # a violation is a verdict, not an error
     chain.run("xd-compare", *attempts.values(), status=0)
     return {key: json.loads((path / "comparison.json").read_text()) for key, path in attempts.items()}
@@ -182,7 +182,7 @@ def test_a_violated_identity_is_invalid(judged, violation, side, code):
 
 
 def test_a_weight_that_is_not_the_checkpoints_is_named(judged):
-    for side in knobs.BOTH:
+    for side in knobs.SIDES:
         found = [v for v in judged["holds-other-weight", side]["violations"] if v["code"] == "weights"]
         assert [v["path"].rpartition("/")[2] for v in found] == ["model.layers.1.mlp.down_proj.weight"]
 

@@ -64,7 +64,7 @@ def teacher_forced(bench) -> np.ndarray:
 # -- materialising
 
 
-@pytest.mark.parametrize("side", knobs.BOTH)
+@pytest.mark.parametrize("side", knobs.SIDES)
 def test_every_knob_of_a_side_has_a_record_and_the_baseline_is_applied(side):
     made = plan(side)
     assert [record.knob for record in made.knobs] == [knob.path for knob in knobs.of_side(side)]
@@ -155,7 +155,7 @@ def test_only_a_declared_fallback_falls_back():
         ({"semantics": {"logprobs": "processed", "top_p": 0.9}}, "top-p"),
     ],
 )
-@pytest.mark.parametrize("side", knobs.BOTH)
+@pytest.mark.parametrize("side", knobs.SIDES)
 def test_reasons_of_no_knob_refuse_the_side(side, changes, reason):
     (refusal,) = plan(side, **changes).refusals
     assert reason in refusal
@@ -200,7 +200,7 @@ def test_rollout_says_what_teacher_forcing_says(bench, teacher_forced, mode, sha
     assert shown.value == batch_size and sum(shown.evidence["chunks"]) == SEQUENCES.num_sequences
 
 
-@pytest.mark.parametrize("side", knobs.BOTH)
+@pytest.mark.parametrize("side", knobs.SIDES)
 def test_a_quiet_nan_exactly_where_nothing_was_scored(bench, side):
     logprobs = bench.logprobs(side, SEQUENCES)
     assert logprobs.dtype == np.float32 and logprobs.shape == (SEQUENCES.num_tokens,)
@@ -208,7 +208,7 @@ def test_a_quiet_nan_exactly_where_nothing_was_scored(bench, side):
     assert set(logprobs.view(np.int32)[~SEQUENCES.active_mask]) == {0x7FC00000}
 
 
-@pytest.mark.parametrize("side", knobs.BOTH)
+@pytest.mark.parametrize("side", knobs.SIDES)
 def test_one_altered_id_moves_the_tokens_behind_it_and_no_other(bench, side):
     """The negative control of every equality here: sequence 1's first response token, changed."""
     cell = SEQUENCES.span(1).start + PROMPT_LENS[0]
@@ -494,7 +494,7 @@ def test_counting_leaves_transformers_as_it_was(bench):
 # -- what else the live engine shows
 
 
-@pytest.mark.parametrize("side", knobs.BOTH)
+@pytest.mark.parametrize("side", knobs.SIDES)
 def test_every_knob_of_a_side_is_shown(bench, side):
     engine, _ = bench.run(side, DISTINCT)
     shown = {**engine.settings(), **engine.behaviour()}
@@ -506,7 +506,7 @@ def test_every_knob_of_a_side_is_shown(bench, side):
     engine.close()
 
 
-@pytest.mark.parametrize("side", knobs.BOTH)
+@pytest.mark.parametrize("side", knobs.SIDES)
 def test_a_mode_left_on_and_an_optimizer_are_seen(bench, side):
     engine, _ = bench.run(side, DISTINCT)
     assert engine.state() == {"mode": "eval", "optimizer": False}
@@ -529,7 +529,7 @@ def test_products_in_another_dtype_than_the_weights_are_seen(bench, side, knob):
     assert shown.value is None and shown.evidence["computed"] == ["bfloat16", "float32"]
 
 
-@pytest.mark.parametrize("side", knobs.BOTH)
+@pytest.mark.parametrize("side", knobs.SIDES)
 def test_batches_are_counted_where_they_run(bench, side):
     engine = bench.open(side)
     inner = engine._score_chunk
@@ -579,7 +579,7 @@ def test_held_weights_are_the_checkpoint_cast(bench, side, knob, dtype):
 # -- operators and semantics
 
 
-@pytest.mark.parametrize("side", knobs.BOTH)
+@pytest.mark.parametrize("side", knobs.SIDES)
 def test_the_reference_operator_keeps_what_a_bfloat16_head_rounds_away(bench, side):
     dtype = "rollout__dtype" if side == "rollout" else "training__compute_dtype"
 
@@ -618,7 +618,7 @@ def oracle(directory: Path, temperature: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("backend", ["native", "xd.reference_logp"])
-@pytest.mark.parametrize("side", knobs.BOTH)
+@pytest.mark.parametrize("side", knobs.SIDES)
 def test_processed_logprobs_are_behind_the_temperature_and_raw_ones_before(bench, side, backend):
     by_kind = {
         kind: bench.logprobs(side, SEQUENCES, logp__backend=backend, semantics={"logprobs": kind, "temperature": 0.7})
@@ -658,7 +658,7 @@ def test_the_chain_passes_in_float32_and_sees_bfloat16(bench, xd, tmp_path):
         comparison = json.loads((attempt / "comparison.json").read_text())
         assert (comparison["status"], comparison["violations"]) == (status, []), comparison
         assert comparison["counts"]["active"] == int(SEQUENCES.active_mask.sum())
-    for side in knobs.BOTH:
+    for side in knobs.SIDES:
         readback = json.loads((baseline / f"readback_{side}.json").read_text())
         assert (readback["status"], readback["refusals"]) == ("ok", [])
         assert {knob["status"] for knob in readback["knobs"]} == {"applied"}

@@ -13,7 +13,7 @@ from tolerances import LINEAR_LOGPROB_FLOAT32_NATS, LOGPROB_FLOAT32_NATS
 
 from libxd import contract, knobs
 from libxd.errors import Status, XdError
-from libxd.operators import catalog
+from libxd.operators import catalog, installed
 from libxd.operators.catalog import SemanticOperatorCatalog
 from libxd.operators.descriptor import OperatorDescriptor
 from libxd.operators.session import OperatorSession, checksum
@@ -157,8 +157,8 @@ def test_an_unknown_backend_is_refused_with_the_known_ones():
 def test_smoke_operators_are_unregistered_by_default():
     production = catalog.load(False).backends("selected_logprob")
     assert production == ["native", "xd.reference_logp", "xd.triton_logp"]
-    assert catalog.smoke_backends() == ["smoke_only.logp_offset", "smoke_only.logp_reference"]
-    assert set(catalog.load(True).backends("selected_logprob")) == {*production, *catalog.smoke_backends()}
+    assert installed.smoke_backends() == ["smoke_only.logp_offset", "smoke_only.logp_reference"]
+    assert set(catalog.load(True).backends("selected_logprob")) == {*production, *installed.smoke_backends()}
     assert catalog.load(True).digest != catalog.load(False).digest
     assert all(found.devices == {"cpu"} for found in catalog.load(True) if found.is_smoke_only)
 
@@ -185,7 +185,7 @@ class Entry(types.SimpleNamespace):
 )  # fmt: skip
 def test_a_broken_registration_is_named(monkeypatch, group, name, found, what):
     entries = {group: {name: Entry(name=name, value="somewhere:X", found=found)}}
-    monkeypatch.setattr(catalog, "_entries", lambda asked: entries.get(asked, {}))
+    monkeypatch.setattr(catalog, "entries", lambda asked: entries.get(asked, {}))
     with pytest.raises(XdError, match=what) as raised:
         catalog.load.__wrapped__(True)
     assert raised.value.status == Status.BUG

@@ -66,7 +66,7 @@ def test_repeats_follow_the_baseline_and_are_the_same_case():
 def test_operators_follow_a_logp_intervention_and_an_explicit_mapping_overrides_the_knob():
     value = experiment_config(interventions=[{"path": "logp.backend", "values": ["rlkernel.reference_logp"]}])
     baseline, changed = rows(value)
-    for side in knobs.BOTH:
+    for side in knobs.SIDES:
         assert planner.requested(baseline, side, "logp.backend") == "native"
         assert planner.requested(changed, side, "logp.backend") == "xd.reference_logp"
     mapping = {"rollout": "native", "training": {"backend": "smoke_only.logp_offset", "options": {"offset_nats": 1}}}

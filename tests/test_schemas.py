@@ -14,8 +14,8 @@ import referencing
 from referencing.jsonschema import DRAFT202012
 
 from libxd import knobs, schema
-from libxd.contract import DTYPE_ORDER
 from libxd.errors import XdErrors
+from libxd.knobs import DTYPES
 
 EXAMPLES = Path(__file__).parent / "schema_examples"
 NAMES = schema.names()
@@ -144,7 +144,7 @@ def test_schemas_and_catalog_know_the_same_knobs():
     assert definitions["knob_path"]["enum"] == list(knobs.CATALOG)
     assert list(definitions["values"]["properties"]) == list(knobs.CATALOG)
     assert definitions["values"]["required"] == list(knobs.CATALOG)
-    assert set(definitions["dtype"]["enum"]) == set(DTYPE_ORDER)
+    assert set(definitions["dtype"]["enum"]) == set(DTYPES)
     assert definitions["size"]["maximum"] == knobs.MAX_INTEGER
     for path, knob in knobs.CATALOG.items():
         declared = definitions["values"]["properties"][path]

@@ -31,7 +31,7 @@ def violations(bench, path):
     return {code for code, *_ in judge.violations()}
 
 
-@pytest.mark.parametrize("side", knobs.BOTH)
+@pytest.mark.parametrize("side", knobs.SIDES)
 def test_an_engine_that_ignores_any_one_knob_is_caught_and_publishes_no_scores(bench, side):
     names = [knob.path for knob in knobs.of_side(side)]
     honest, *paths = bench.attempts("plain", *(f"ignores:{name}" for name in names))

@@ -11,9 +11,7 @@ from typing import Any
 from libxd import canon
 from libxd.errors import Status, XdError
 from libxd.operators.descriptor import OperatorDescriptor
-
-GROUP = "xd.operators"
-SMOKE_GROUP = "xd.smoke_operators"
+from libxd.operators.installed import GROUP, SMOKE_GROUP, entries
 
 
 class SemanticOperatorCatalog:
@@ -62,13 +60,8 @@ def load(smoke: bool) -> SemanticOperatorCatalog:
     """The catalog of this installation: production operators, and with `smoke` the test operators as well."""
     groups = (GROUP, SMOKE_GROUP) if smoke else (GROUP,)
     return SemanticOperatorCatalog(
-        _descriptor(entry, group) for group in groups for entry in _entries(group).values()
+        _descriptor(entry, group) for group in groups for entry in entries(group).values()
     )
-
-
-def smoke_backends() -> list[str]:
-    """The backends that only registration and authorisation together bring in. Loads none of them."""
-    return sorted(_entries(SMOKE_GROUP))
 
 
 def check(
@@ -95,11 +88,6 @@ def check(
 
 def _listed(values: Iterable[Any]) -> str:
     return ", ".join(sorted(map(str, values)))
-
-
-@functools.cache
-def _entries(group: str) -> dict[str, importlib.metadata.EntryPoint]:
-    return {entry.name: entry for entry in importlib.metadata.entry_points(group=group)}
 
 
 def _descriptor(entry: importlib.metadata.EntryPoint, group: str) -> OperatorDescriptor:

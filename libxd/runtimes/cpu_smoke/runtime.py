@@ -42,7 +42,7 @@ class CpuSmoke:
 
     name = "cpu-smoke"
     version = "1"
-    sides = frozenset(knobs.BOTH)
+    sides = frozenset(knobs.SIDES)
     registers_smoke_operators = True
     operator_inputs = frozenset({"logits", "hidden"})
 

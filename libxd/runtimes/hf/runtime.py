@@ -46,7 +46,7 @@ class Hf:
 
     name = "hf"
     version = "1"
-    sides = frozenset(knobs.BOTH)
+    sides = frozenset(knobs.SIDES)
     registers_smoke_operators = False
     operator_inputs = frozenset({"logits", "hidden"})
 
