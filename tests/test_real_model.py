@@ -1,17 +1,18 @@
-"""The real model, few short sequences: three changes that must move logprobs, and one that must not."""
+"""The real model, few short sequences: changes that must move logprobs, and some that must not."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from tolerances import SAME_LOGITS_NATS
 
 pytest.importorskip("torch")
 
 
 @pytest.fixture(scope="module")
 def measured(root, tmp_path_factory):
-    """Sampled, planned, scored and judged by the tools: case label -> (comparison, effect against the baseline)."""
+    """Sampled, planned, scored and judged by the tools: case label -> (comparison, effect, readbacks)."""
     from conftest import Tools
 
     model = root / "models" / "smollm2-135m-instruct"
@@ -34,6 +35,7 @@ def measured(root, tmp_path_factory):
         {"path": "batch.size", "values": [1]},
         {"path": "rollout.dtype", "values": ["float32"]},
         {"path": "rollout.enable_prefix_caching", "values": [False]},
+        {"path": "logp.backend", "values": ["xd.triton_logp"]},
     ]
     (place / "real.json").write_text(json.dumps(config))
     rows = ran("xd-plan", place / "real.json", "--repeats", 1)
@@ -44,38 +46,52 @@ def measured(root, tmp_path_factory):
     ran("xd-seal", stdin=attempts)
     baseline = attempts.split()[0]
     effects = [json.loads(line) for line in ran("xd-compare", "--against", baseline, stdin=attempts).splitlines()]
+    readbacks = [
+        {side: json.loads((place / attempt / f"readback_{side}.json").read_text()) for side in ("rollout", "training")}
+        for attempt in attempts.split()
+    ]
     labels = [
         "repeat" if row["repeat"] else row["intervention"][0]["path"] if row["intervention"] else "baseline"
         for row in map(json.loads, rows.splitlines())
     ]
-    return dict(zip(labels, zip(comparisons, effects, strict=True), strict=True))
+    return dict(zip(labels, zip(comparisons, effects, readbacks, strict=True), strict=True))
 
 
 def test_every_attempt_is_a_valid_comparison(measured):
-    for comparison, _ in measured.values():
+    for comparison, _, _ in measured.values():
         assert comparison["violations"] == [] and comparison["artifact_problems"] == []
         assert comparison["counts"]["active"] >= 40
 
 
 def test_a_repeat_shows_the_noise_floor(measured):
-    _, floor = measured["repeat"]
+    _, floor, _ = measured["repeat"]
     assert floor["rollout"]["max_absolute"] == floor["training"]["max_absolute"] == 0
 
 
 def test_decode_differs_from_one_pass(measured):
     """In bfloat16 by rounding, not by a mistake: ENGINES-like figures are a mean of some hundredths of a nat."""
-    comparison, _ = measured["baseline"]
+    comparison, _, _ = measured["baseline"]
     assert 1e-3 < comparison["logprob_difference"]["mean_absolute"] < 0.2
 
 
 @pytest.mark.parametrize("knob", ["batch.size", "rollout.dtype"])
 def test_a_knob_moves_the_rollout_side_above_the_floor(measured, knob):
-    _, effect = measured[knob]
-    _, floor = measured["repeat"]
+    _, effect, _ = measured[knob]
+    _, floor, _ = measured["repeat"]
     assert effect["rollout"]["mean_absolute"] > max(floor["rollout"]["mean_absolute"], 1e-3)
 
 
 def test_a_rollout_knob_leaves_the_training_side_alone(measured):
     for knob in ("rollout.dtype", "rollout.enable_prefix_caching"):
-        _, effect = measured[knob]
+        _, effect, _ = measured[knob]
         assert effect["training"]["max_absolute"] == 0
+
+
+def test_the_kernels_operator_reads_the_same_logits(measured):
+    """`xd.triton_logp` changes the order of sums alone, here by its twin: far less than any knob of the engine."""
+    comparison, effect, readbacks = measured["logp.backend"]
+    for side, readback in readbacks.items():
+        assert readback["operator"]["backend"] == "xd.triton_logp" and readback["operator"]["calls"] > 0
+        assert readback["operator"]["instance"] == "libxd.operators.triton_logp:TritonLogprob"
+        assert effect[side]["max_absolute"] < SAME_LOGITS_NATS
+    assert comparison["status"] == measured["baseline"][0]["status"]
