@@ -7,6 +7,8 @@ sizes out.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +16,16 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
 from libxd.errors import Status, XdError
+
+
+@contextlib.contextmanager
+def nothing_stored() -> Iterator[None]:
+    """Compile meanwhile without the caches on disk."""
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
+    ):
+        yield
 
 
 class Compiled:
@@ -37,10 +49,7 @@ class Compiled:
         self.graphs = self.runs = 0
 
     def _compile(self, graph: Any, inputs: list[Any], **options: Any) -> Any:
-        with (
-            torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
-            torch._functorch.config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
-        ):
+        with nothing_stored():
             compiled = lookup_backend("inductor")(graph, inputs, **options)
         self.graphs += 1
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from libxd.runtimes.hf.attention import AttentionCalls
+from libxd.runtimes.hf.compiled import nothing_stored
 from libxd.runtimes.hf.engine import Engine
 from libxd.runtimes.protocol import Observation, Request
 from libxd.scoring.observer import Observer
@@ -17,6 +19,8 @@ class TrainingEngine(Engine):
     def _forget_run(self) -> None:
         super()._forget_run()
         self._attention = AttentionCalls()
+        if self.model.config._attn_implementation == "flex_attention":
+            torch.compiler.reset()  # transformers compiles it, for the sizes that it is first called with
 
     def settings(self) -> dict[str, Observation]:
         from torch.distributed.fsdp import FSDPModule
@@ -41,5 +45,5 @@ class TrainingEngine(Engine):
     def _score_batch(
         self, sequences: Sequences, batch: list[int], request: Request, observer: Observer, logprobs: np.ndarray
     ) -> None:
-        with self._attention.counting():
+        with self._attention.counting(), nothing_stored():
             self._one_pass(sequences, batch, request, observer, logprobs)
