@@ -34,7 +34,7 @@ export OMP_NUM_THREADS ?= 1
 # Execution policy: who scores what. One line an experiment; a command line can override each.
 POLICY_s0 ?= --runtime cpu-smoke --allow-smoke-operators
 POLICY_s1 ?= --runtime hf
-POLICY_s2 ?= --runtime hf
+POLICY_s2 ?= --runtime-rollout vllm --runtime-training hf
 POLICY_s3 ?= --runtime hf
 POLICY_smollm2 ?= --runtime hf
 POLICY_smollm2-fp32 ?= --runtime hf

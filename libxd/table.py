@@ -21,7 +21,7 @@ WIDTH = 120
 CLAIMS = {
     "S0": "plumbing only: it says nothing about accelerators, distributed runs, production operators or real models",
     "S1": "a small run of real engines on this device: nothing about other devices, named production engines or scale",
-    "S2": "the named rollout and training engines against one another in this configuration, and in no other",
+    "S2": "{engines} in this configuration, and in no other",
     "S3": "the milestone configuration, on the hardware and the engines that its attempts name",
 }
 
@@ -225,8 +225,19 @@ def _title(table: Table) -> list[str]:
         f"{first['experiment_id']} ({first['scenario_id']}): contract {bound['source']} version {bound['version']}, "
         f"threshold {threshold:g} nats ({bound['dtype']})"
     )
-    claim = f"{level} on {first['scenario']['device']} shows {CLAIMS[level]}"
+    claim = f"{level} on {first['scenario']['device']} shows {CLAIMS[level].format(engines=_engines(table.rows))}"
     return [*textwrap.wrap(title, WIDTH), *textwrap.wrap(claim, WIDTH)]
+
+
+def _engines(rows: list[Row]) -> str:
+    """Which engines the attempts name; a runtime against itself is no comparison of two."""
+    sides = (row.attempt.materialized()["sides"] for row in rows if row.attempt is not None)
+    named = sorted({tuple(each[side]["runtime"] for side in SIDES) for each in sides})
+    said = [
+        f"{rollout} as rollout against {training} as training" if rollout != training else f"{rollout} against itself"
+        for rollout, training in named
+    ]
+    return " and ".join(said) or "no engines"
 
 
 def _cells(row: Row, name: str, notes: list[str]) -> list[tuple[str, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -55,6 +56,25 @@ def test_the_whole_of_it(tmp_path: Path) -> None:
     assert any("[1] training.attention_backend: no CUDA device here" in line for line in lines)
     assert any("unsupported [1]" in line for line in lines)
     assert any("Noise floor (1 repeat of the baseline): rollout mean 9.54e-7" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("runtimes", "said"),
+    [
+        ([("vllm", "hf"), ("vllm", "hf")], "vllm as rollout against hf as training"),
+        ([("hf", "hf")], "hf against itself"),
+        ([], "no engines"),
+    ],
+)
+def test_a_level_names_the_engines_that_its_attempts_name(runtimes, said) -> None:
+    def attempt(rollout, training):
+        return SimpleNamespace(
+            materialized=lambda: {"sides": {"rollout": {"runtime": rollout}, "training": {"runtime": training}}}
+        )
+
+    rows = [SimpleNamespace(attempt=attempt(*pair)) for pair in runtimes] + [SimpleNamespace(attempt=None)]
+    assert table._engines(rows) == said
+    assert table.CLAIMS["S2"].format(engines=said).startswith(said)
 
 
 def test_within_the_floor(tmp_path: Path) -> None:
