@@ -29,20 +29,12 @@ EXACT_ROWS = 3
 
 #: tilings to try at head dimension 128 in 16 bits. Those that share block_n must give the same bits
 VARIANTS = {
-    "64 keys, 4 warps, 3 stages, 32 programs, 168 registers": Tiling(64, 4, 3, 32, 168),
-    "64 keys, 4 warps, 3 stages,  3 programs, 168 registers": Tiling(64, 4, 3, 3, 168),
-    "64 keys, 4 warps, 3 stages,  8 programs, 168 registers": Tiling(64, 4, 3, 8, 168),
-    "64 keys, 4 warps, 3 stages, 64 programs, 168 registers": Tiling(64, 4, 3, 64, 168),
-    "64 keys, 4 warps, 3 stages, 32 programs": Tiling(64, 4, 3, 32),
-    "64 keys, 4 warps, 3 stages,  2 programs": Tiling(64, 4, 3, 2),
-    "64 keys, 4 warps, 4 stages, 32 programs": Tiling(64, 4, 4, 32),
-    "64 keys, 4 warps, 2 stages, 32 programs, 128 registers": Tiling(64, 4, 2, 32, 128),
-    "64 keys, 8 warps, 3 stages, 32 programs": Tiling(64, 8, 3, 32),
-    "32 keys, 4 warps, 3 stages, 32 programs": Tiling(32, 4, 3, 32),
-    "32 keys, 4 warps, 4 stages, 32 programs": Tiling(32, 4, 4, 32),
-    "32 keys, 4 warps, 4 stages,  4 programs": Tiling(32, 4, 4, 4),
-    "128 keys, 8 warps, 2 stages, 32 programs": Tiling(128, 8, 2, 32),
-}
+    f"{keys:3} keys, {warps} warps, {stages} stages, {programs:3} programs": Tiling(keys, warps, stages, programs)
+    for keys, warps, stages, programs in (
+        (32, 4, 3, 32), (32, 4, 2, 32), (32, 4, 4, 32), (32, 4, 3, 5), (32, 4, 3, 10), (32, 4, 3, 128), (32, 2, 3, 32),
+        (16, 4, 4, 32), (16, 2, 4, 32), (64, 4, 3, 32), (64, 8, 3, 32), (128, 8, 2, 32),
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from .arguments import require_one_device
-from .dispatch import use_kernels
+from xdkernels.arguments import require_one_device
+from xdkernels.dispatch import use_kernels
 
 HEAD_DIMS = (64, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -30,11 +30,12 @@ class Tiling(NamedTuple):
 
 
 #: by bytes an element and head dimension. Tiles of K and V take 2 * block_n * D * bytes of shared memory a stage in
-#: flight (32 KiB at D = 128); several programs a multiprocessor cover each other's waits
+#: flight (16 KiB at D = 128); several programs a multiprocessor cover each other's waits, and 32 keys leave registers
+#: for five of them where 64 leave them for two (docs/kernels.md)
 TILINGS = {
     (2, 64): Tiling(block_n=64, num_warps=4, num_stages=4, programs_per_sm=32),
-    (2, 96): Tiling(block_n=64, num_warps=4, num_stages=3, programs_per_sm=32, max_registers=168),
-    (2, 128): Tiling(block_n=64, num_warps=4, num_stages=3, programs_per_sm=32, max_registers=168),
+    (2, 96): Tiling(block_n=32, num_warps=4, num_stages=3, programs_per_sm=32),
+    (2, 128): Tiling(block_n=32, num_warps=4, num_stages=3, programs_per_sm=32),
     (2, 256): Tiling(block_n=32, num_warps=4, num_stages=3, programs_per_sm=32),
     (4, 64): Tiling(block_n=32, num_warps=4, num_stages=3, programs_per_sm=32),
     (4, 96): Tiling(block_n=32, num_warps=4, num_stages=3, programs_per_sm=32),
@@ -89,12 +90,12 @@ def paged_decode_attention(
         _check_lengths(context_lens, block_tables, k_cache)
         _check_blocks(context_lens, block_tables, k_cache, window)
     if use_kernels(q):
-        from .jit.paged_attention import launch
+        from xdkernels.jit.paged_attention import launch
 
         tiling = TILINGS[q.element_size(), q.shape[2]]
         options = {"split_tokens": split_tokens, "tiling": tiling}
     else:
-        from .reference.attention import paged_decode_attention as launch
+        from xdkernels.reference.attention import paged_decode_attention as launch
 
         options = {}
     return launch(

@@ -122,6 +122,14 @@ def _reference_kernel(
     tl.store(reference + row, tl.where(tl.abs(x) < 1e30, x, 0.0))  # NaN and infinity too: the tiles tell of them
 
 
+@triton.jit
+def _take_selected(x_MN, columns_N, token_M, to_M, mask_M):
+    """Store the selected tokens' logits, and give the tile without them."""
+    hit_MN = columns_N[None, :] == token_M[:, None]
+    tl.store(to_M, tl.sum(tl.where(hit_MN, x_MN, 0.0), axis=1), mask=mask_M)  # one of them is no zero
+    return tl.where(hit_MN, float("-inf"), x_MN)
+
+
 @triton.jit(do_not_specialize=["N", "row_blocks", "programs"])
 def _head_kernel(
     hidden, weight, exponentials, bias, ids, reference, references, totals, weighted, selected,
@@ -151,12 +159,15 @@ def _head_kernel(
         top_M = tl.ceil(tl.max(x_MN, axis=1) * LOG2_E)
         own_M = (tl.abs(top_M - reference_M) > REACH) & (top_M > LOWEST)
         reference_M = tl.where(own_M, top_M, reference_M)
-        hit_MN = columns_N[None, :] == token_M[:, None]
         here_M = (token_M >= column) & (token_M < column + BLOCK_N)
-        logit_M = tl.sum(tl.where(hit_MN, x_MN, 0.0), axis=1)  # one of them is no zero
-        tl.store(selected + rows_M, logit_M, mask=live_M & here_M)
+        # Most tiles hold no selected token. A branch spares them the search; with a tile to store it costs registers.
+        if STORE:
+            x_MN = _take_selected(x_MN, columns_N, token_M, selected + rows_M, live_M & here_M)
+        else:
+            if tl.max(here_M.to(tl.int32), axis=0) > 0:
+                x_MN = _take_selected(x_MN, columns_N, token_M, selected + rows_M, live_M & here_M)
         shifted_MN = x_MN * LOG2_E - reference_M[:, None]
-        e_MN = tl.where(hit_MN, 0.0, tl.exp2(shifted_MN))
+        e_MN = tl.exp2(shifted_MN)
         at = column_block.to(tl.int64) * N + rows_M
         tl.store(references + at, reference_M, mask=live_M)
         tl.store(totals + at, fold_sum(e_MN, BLOCK_M, BLOCK_N), mask=live_M)

@@ -20,10 +20,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..paged_attention import Tiling
-from .fold import FUSION, LOWEST, fold_sum
-from .launch import multiprocessors, on_device_of
-from .tanh import tanh
+from xdkernels.jit.fold import FUSION, LOWEST, fold_sum
+from xdkernels.jit.launch import multiprocessors, on_device_of
+from xdkernels.jit.tanh import tanh
+from xdkernels.paged_attention import Tiling
 
 #: entries of the work list that a program of the planning kernel handles at a time
 PLAN_BLOCK = 256
