@@ -31,7 +31,9 @@ class ToyGenerator:
 
     vocab_size, max_positions, eos_ids = 11, 40, frozenset([EOS])
 
-    def __init__(self, model: str, dtype: str) -> None:
+    def __init__(self, model: str, dtype: str, device: str = "cpu") -> None:
+        if device != "cpu":
+            raise XdError("no such device", status=69, code="no-device", where=device)
         if model == "absent":
             raise XdError("no such model", status=66, code="missing", where=model)
         self._model = model
@@ -235,6 +237,7 @@ def test_bad_prompts_are_one_line_and_no_file(rollout, tmp_path, rows, status, s
         (("--limit", "0"), 2),
         (("--dtype", "int8"), 2),
         (("--model", "absent"), 66),
+        (("--device", "cuda"), 69),
         (("--model", "broken"), 65),
         (("--runtime", "no-such"), 2),
         (("--runtime", "mute"), 69),

@@ -52,9 +52,11 @@ class _Number(click.FloatRange):
               help="Sequences decoded together.")
 @click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="bfloat16", show_default=True,
               help="Dtype of the model; bfloat16 is what rollout engines sample in.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
+              help="Where the model runs.")
 @click.option("--limit", type=click.IntRange(1), help="Only the first so many prompts.")
-def cli(console: Console, files: tuple[str, ...], model: str, out: Path, runtime: str, limit: int | None,
-        **settings: Any) -> None:  # fmt: skip
+def cli(console: Console, files: tuple[str, ...], model: str, out: Path, runtime: str, device: str,
+        limit: int | None, **settings: Any) -> None:  # fmt: skip
     """Sample responses to prompts (JSONL files or stdin) and freeze them: ids, masks, and the logprobs seen.
 
     A prompt row is {"id": …, "messages": [{"role": …, "content": …}, …]} or {"id": …, "text": …}. Sampling stops at
@@ -69,7 +71,7 @@ def cli(console: Console, files: tuple[str, ...], model: str, out: Path, runtime
     open_generator = getattr(registry.load(runtime), "generator", None)
     if open_generator is None:
         raise XdError("this runtime cannot sample", status=Status.REFUSED, code="cannot-sample", where=runtime)
-    generator = open_generator(model, chosen.dtype)
+    generator = open_generator(model, chosen.dtype, device)
     try:
         with _progress(console, len(rows) * chosen.samples) as bar:
             responses = sampling.sample(generator, rows, chosen, lambda _: bar.update())

@@ -201,10 +201,10 @@ class Generator(Protocol):
 class Runtime(Protocol):
     """An adapter. Importing its module imports no torch.
 
-    One that can sample has `generator(model: str, dtype: str) -> Generator` beside these; `model` is a checkpoint
-    directory, or the runtime's own name for a model. One whose library has numeric state of the whole process (thread
-    count, TF32, autocast) has `numerics() -> dict`, JSON: it must stay what it was when the process began, but for
-    what the plan's engine arguments say under the same name.
+    One that can sample has `generator(model: str, dtype: str, device: str) -> Generator` beside these; `model` is a
+    checkpoint directory, or the runtime's own name for a model. One whose library has numeric state of the whole
+    process (thread count, TF32, autocast) has `numerics() -> dict`, JSON: it must stay what it was when the process
+    began, but for what the plan's engine arguments say under the same name.
     """
 
     name: str

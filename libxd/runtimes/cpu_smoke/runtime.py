@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from libxd import knobs, planner
-from libxd.errors import XdError
+from libxd.errors import Status, XdError
 from libxd.runtimes.cpu_smoke import geometry
 from libxd.runtimes.cpu_smoke.geometry import Geometry
 from libxd.runtimes.protocol import EngineContext, KnobRecord, SidePlan
@@ -103,8 +103,11 @@ class CpuSmoke:
 
         return TrainingEngine(synthetic, plan["engine"])
 
-    def generator(self, model: str, dtype: str) -> Generator:
-        """What xd-rollout samples from; `model` is name:seed of a synthetic checkpoint."""
+    def generator(self, model: str, dtype: str, device: str = "cpu") -> Generator:
+        """What xd-rollout samples from; `model` is name:seed of a synthetic checkpoint. XdError 69 but for the CPU."""
+        if device != "cpu":
+            raise XdError("cpu-smoke samples on the CPU alone", status=Status.REFUSED, code="no-device", where=model,
+                          found=device)  # fmt: skip
         name, _, seed = model.partition(":")
         if not seed.isdecimal():
             raise XdError(

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 class Generator:
     """The `Generator` of runtime hf: a causal language model in eval mode with the checkpoint's own tokenizer.
 
-    On a CUDA device where there is one, else on the CPU; attention is transformers' default. XdError 66 when the
-    checkpoint is missing, 65 when transformers does not take it.
+    Attention is transformers' default. XdError 66 when the checkpoint is missing, 65 when transformers does not take
+    it, 69 when there is no such device.
     """
 
-    def __init__(self, model: str, dtype: str) -> None:
+    def __init__(self, model: str, dtype: str, device: str) -> None:
         directory = Path(model)
         if not (directory / "config.json").is_file():
             raise XdError("no checkpoint here: no config.json", status=Status.MISSING, code="missing", where=model,
@@ -33,35 +33,40 @@ class Generator:
         import torch
 
         self._torch = torch
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._policy = "chat_template"
+        if device == "cuda" and not torch.cuda.is_available():
+            raise XdError("torch sees no CUDA device here", status=Status.REFUSED, code="no-device", where=model)
+        self._device = device
+        self._policy: str | None = None
         self._load(directory, dtype)
         config = self._model.config
         self.vocab_size: int = config.vocab_size
         self.max_positions: int = config.max_position_embeddings
         self.eos_ids = _eos_ids(self._model.generation_config.eos_token_id, config.eos_token_id)
-        self._cache: Any = None
+        self._batch: Any = None
 
     def _load(self, directory: Path, dtype: str) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+        from transformers import AutoTokenizer
 
-        logging.disable_progress_bar()
+        from libxd.runtimes.hf.loading import load
+
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-            model = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=getattr(self._torch, dtype), local_files_only=True, use_safetensors=True
-            )
         except (OSError, ValueError, KeyError) as error:
             raise XdError(f"transformers cannot load this checkpoint: {error}", code="bad-checkpoint",
                           where=str(directory)) from error  # fmt: skip
-        self._model = model.to(self._device).eval()
+        model = load(str(directory), getattr(self._torch, dtype), None)
+        self._model = model.to(self._device)
         # transformers 5 renamed the argument on the way
         accepted = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
 
     def encode(self, prompt: dict[str, Any]) -> list[int]:
-        if "text" in prompt:
-            self._policy = "plain"
+        policy = "plain" if "text" in prompt else "chat_template"
+        if self._policy not in (None, policy):  # a sequences file names one
+            raise XdError("prompts as text and conversations do not go into one file", code="mixed-prompts",
+                          found=policy, expected=self._policy, hint="sample them apart")  # fmt: skip
+        self._policy = policy
+        if policy == "plain":
             return self._tokenizer(prompt["text"])["input_ids"]
         from jinja2.exceptions import TemplateError
 
@@ -75,43 +80,46 @@ class Generator:
             raise XdError(f"the chat template refuses the conversation: {error}", code="chat-template") from error
 
     def prefill(self, prompts: list[list[int]]) -> np.ndarray:
-        from transformers import DynamicCache
+        import numpy as np
 
-        torch = self._torch
-        width = max(map(len, prompts))
-        # Padding on the left, so that every row's next token comes at the same place of the cache. Which id pads is
-        # all the same: the mask hides it.
-        ids_BP = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
-        self._mask_BS = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        positions_BP = (self._mask_BS.cumsum(1) - 1).clamp(min=0)
-        self._cache = DynamicCache(config=self._model.config)
-        return self._forward(ids_BP, positions_BP)
+        from libxd.runtimes.hf import decoding
+        from libxd.runtimes.hf.attention import explicit_masks
+
+        fed = [decoding.Prompt(np.array(p), np.arange(len(p)), np.ones(len(p))) for p in prompts]
+        width = max(map(len, fed))
+        with explicit_masks(), self._torch.inference_mode():
+            cache, logits = decoding.prefill(self._forward, fed, width, self._model.config)
+        self._batch = decoding.Batch(cache, decoding.padded([p.mask for p in fed], width))
+        self._lengths = np.array([len(p) for p in fed])
+        return logits.float().cpu().numpy()
 
     def step(self, ids: list[int]) -> np.ndarray:
-        torch = self._torch
-        positions_B1 = self._mask_BS.sum(1, keepdim=True)
-        self._mask_BS = torch.cat([self._mask_BS, torch.ones_like(positions_B1)], dim=1)
-        return self._forward(torch.tensor(ids).unsqueeze(1), positions_B1)
+        import numpy as np
 
-    def _forward(self, ids: Any, positions: Any) -> np.ndarray:
-        """Logits float32 [B, V] of the last place of every row; the cache grows by the ids."""
-        with self._torch.inference_mode():
-            logits = self._model(
-                input_ids=ids.to(self._device),
-                position_ids=positions.to(self._device),
-                attention_mask=self._mask_BS.to(self._device),
-                use_cache=True,
-                logits_to_keep=1,
-                **{self._cache_argument: self._cache},
-            ).logits
-        return logits[:, -1].float().cpu().numpy()
+        from libxd.runtimes.hf.attention import explicit_masks
+
+        with explicit_masks(), self._torch.inference_mode():
+            logits = self._batch.step(self._forward, np.array(ids), self._lengths, np.ones(len(ids)))
+        self._lengths = self._lengths + 1
+        return logits.float().cpu().numpy()
+
+    def _forward(self, ids: Any, positions: Any, mask: Any, cache: Any) -> Any:
+        """Logits [B, 1, V] of the last place of every row; the cache grows by the ids."""
+        return self._model(
+            input_ids=ids.to(self._device),
+            position_ids=positions.to(self._device),
+            attention_mask=mask.to(self._device),
+            use_cache=True,
+            logits_to_keep=1,
+            **{self._cache_argument: cache},
+        ).logits
 
     def describe(self) -> dict[str, Any]:
         import transformers
 
         return {
             "model": {"digest": canon.digest(self._files), "synthetic": None},
-            "tokenizer": {"policy": self._policy, "digest": canon.digest(self._tokenizer_files)},
+            "tokenizer": {"policy": self._policy or "chat_template", "digest": canon.digest(self._tokenizer_files)},
             "engine": {
                 "class": type(self._model).__name__,
                 "attention": self._model.config._attn_implementation,
@@ -123,7 +131,7 @@ class Generator:
         }
 
     def close(self) -> None:
-        self._cache = self._model = None
+        self._batch = self._model = None
         if self._device == "cuda":
             self._torch.cuda.empty_cache()
 

@@ -108,11 +108,11 @@ class Hf:
 
         return TrainingEngine(directory, plan["engine"])
 
-    def generator(self, model: str, dtype: str) -> Generator:
+    def generator(self, model: str, dtype: str, device: str) -> Generator:
         """What xd-rollout samples from; `model` is a checkpoint directory."""
         from libxd.runtimes.hf.generator import Generator as HfGenerator
 
-        return HfGenerator(model, dtype)
+        return HfGenerator(model, dtype, device)
 
 
 class _Machine:
