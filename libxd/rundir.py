@@ -59,12 +59,17 @@ class Refusal:
 
     def text(self) -> str:
         """The reasons, each once, with side and knob."""
-        return "; ".join(dict.fromkeys(map(_reason, self.reasons))) or "no reason is given"
+        return refusal_text(self.reasons)
 
     def error(self, attempt: Attempt, what: str) -> XdError:
         """The XdError 69 of a tool that has nothing to do with a refused attempt."""
         return XdError(f"was refused, {what}: {self.text()}", status=Status.REFUSED, code="refused", where=str(attempt),
                        path=f"/{self.file}", hint="a retry takes a new attempt")  # fmt: skip
+
+
+def refusal_text(reasons: list[dict[str, Any]]) -> str:
+    """The reasons of a materialisation or a readback that was refused: each once, with side and knob."""
+    return "; ".join(dict.fromkeys(map(_reason, reasons))) or "no reason is given"
 
 
 def _reason(refusal: dict[str, Any]) -> str:

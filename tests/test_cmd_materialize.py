@@ -109,7 +109,7 @@ def test_a_refused_row_is_kept_reported_and_not_passed_on(run, tmp_path):
     ran = run([refused, row()], "--runtime-rollout", "picky", "--runtime-training", "test")
     assert ran.status == 69
     (line,) = [text for text in ran.err.splitlines() if refused["case_id"] in text]
-    assert "rollout rollout.enable_prefix_caching: it has no prefix cache" in line
+    assert "refused: rollout.enable_prefix_caching: it has no prefix cache" in line
     # the other row is refused alike: the runtime answers so whatever the value
     assert ran.out == ""
     for path in attempts(tmp_path):

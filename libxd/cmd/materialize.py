@@ -12,7 +12,7 @@ from libxd.cmd.policy_options import policy_options
 from libxd.console import Console
 from libxd.errors import Status, XdError
 from libxd.policy import Policy
-from libxd.rundir import Attempt, RunDirectory
+from libxd.rundir import Attempt, RunDirectory, refusal_text
 
 EXAMPLES = """
 # both sides on the synthetic model of the CPU smoke runtime
@@ -41,7 +41,8 @@ def cli(console: Console, rows: tuple[str, ...], runs: Path, policy: Policy) -> 
             value = materialize.materialized(row, policy, environments)
             attempt = _write(runs, row, value)
             if value["status"] == "refused":
-                raise _refused(attempt, value)
+                reasons = refusal_text(value["refusals"])
+                raise XdError(f"refused: {reasons}", status=Status.REFUSED, code="refused", where=str(attempt))
             console.emit(str(attempt))
 
 
@@ -53,16 +54,6 @@ def _write(runs: Path, row: dict[str, Any], value: dict[str, Any]) -> Attempt:
     attempt.write_json("identity.json", expected)
     attempt.write_json("materialized.json", value)
     return attempt
-
-
-def _refused(attempt: Attempt, value: dict[str, Any]) -> XdError:
-    reasons = dict.fromkeys(
-        " ".join(part for part in (refusal["side"], refusal["knob"]) if part) + f": {refusal['reason']}"
-        if refusal["side"] or refusal["knob"]
-        else refusal["reason"]
-        for refusal in value["refusals"]
-    )
-    return XdError("refused: " + "; ".join(reasons), status=Status.REFUSED, code="refused", where=str(attempt))
 
 
 main = console.entry(cli)

@@ -8,7 +8,7 @@ from typing import Any
 
 from libxd.errors import Status, XdError
 from libxd.records import Case
-from libxd.rundir import Attempt
+from libxd.rundir import Attempt, refusal_text
 from libxd.runtimes.protocol import Request
 from libxd.scores import ScoreFile
 from libxd.scoring import score_file
@@ -32,7 +32,7 @@ class Task:
         case = Case.read(attempt)
         task = cls(attempt, side, case.requested, case.identity, case.materialized)
         if task.materialized["status"] == "refused":
-            raise _refused(attempt, [reason["reason"] for reason in task.materialized["refusals"]],
+            raise _refused(attempt, task.materialized["refusals"],
                            "it was refused when it was materialised")
         return task
 
@@ -89,7 +89,7 @@ class Task:
             if scored:
                 raise XdError("scores stand beside a readback that refused them", code="tampered",
                               where=str(self.attempt.file(score_name)), hint="take a new attempt")
-            raise _refused(self.attempt, [reason["reason"] for reason in readback["refusals"]],
+            raise _refused(self.attempt, readback["refusals"],
                            "its scores were refused at read-back", hint="a retry needs a new attempt")
         if scored:
             num_tokens = self.identity["sequences"]["num_tokens"]
@@ -97,6 +97,6 @@ class Task:
         return scored
 
 
-def _refused(attempt: Attempt, reasons: list[str], what: str, hint: str = "") -> XdError:
-    return XdError(f"{what}: {'; '.join(dict.fromkeys(reasons))}", status=Status.REFUSED, code="refused",
-                   where=str(attempt), hint=hint)
+def _refused(attempt: Attempt, reasons: list[dict[str, Any]], what: str, hint: str = "") -> XdError:
+    return XdError(f"{what}: {refusal_text(reasons)}", status=Status.REFUSED, code="refused", where=str(attempt),
+                   hint=hint)
