@@ -11,7 +11,7 @@ from xdkernels.logsumexp import Partials, default_vocab_block, logprob_of_partia
 
 #: a sixteenth of it is as ragged as one of 151936 = 2^7 * 1187
 V = 16 * 1187
-N = 2
+N = 6  # enough for the negative control: most rows end in the same bits by chance
 INF, NAN = float("inf"), float("nan")
 
 
@@ -19,7 +19,7 @@ INF, NAN = float("inf"), float("nan")
 def logits_and_ids(device):
     generator = torch.Generator().manual_seed(5)
     logits = (torch.randn(N, V, generator=generator) * 4).bfloat16()
-    return logits.to(device), torch.tensor([V - 5, 1187], device=device)
+    return logits.to(device), torch.tensor([V - 5, 1187, 0, 7, 9999, 1186], device=device)
 
 
 def sharded(logits, ids, shards, *, vocab=V, vocab_block=None, **options):
