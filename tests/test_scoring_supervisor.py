@@ -61,6 +61,15 @@ def test_an_engine_that_failed_takes_its_process_along(bench, act, fresh):
     assert last == (first if fresh else {"engine_serial": 3, "case_serial": 3})
 
 
+def test_an_engine_that_hangs_is_ended_when_a_limit_is_given(bench):
+    sleeping, good = bench.attempts("sleeps", "plain")
+    ran = bench.score("--timeout", "3", sleeping, good)
+    assert (ran.status, lines(ran.out)) == (Status.RETRY, [good])
+    assert f"xd-score: {sleeping}: the scorer took longer than 3 s" in ran.err
+    assert bench.files(sleeping) == set()
+    assert gone(int((bench.place / "pid").read_text()))
+
+
 def test_the_traceback_comes_on_request(bench):
     (path,) = bench.attempts("raises")
     assert "Traceback" not in bench.score(path).err

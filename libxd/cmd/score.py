@@ -27,8 +27,13 @@ xd-score --side rollout --python ~/vllm/bin/python runs/s2/cases/c-0123456789abc
 @click.option("--side", type=click.Choice(SIDES), help="Which of the two scorers to be.")
 @click.option("--python", metavar="PATH",
               help="Interpreter of the engine. Default: $XD_PYTHON_<RUNTIME> (as XD_PYTHON_CPU_SMOKE), else this one.")
+@click.option("--timeout", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+              help="End an engine that takes longer for one attempt. Default: wait.")
 @click.option("--describe", is_flag=True, help="Print what that interpreter computes with, as JSON; score nothing.")
-def cli(console: Console, attempts: tuple[str, ...], side: str | None, python: str | None, describe: bool) -> None:
+def cli(
+    console: Console, attempts: tuple[str, ...], side: str | None, python: str | None, timeout: float | None,
+    describe: bool,
+) -> None:  # fmt: skip
     """Score materialised attempts (operands, or paths on stdin) and print each path as soon as its scores stand.
 
     An engine is kept while the next attempt can use it. What it really uses is read back before and right after
@@ -48,7 +53,7 @@ def cli(console: Console, attempts: tuple[str, ...], side: str | None, python: s
         console.info("no room for another engine yet: reading all attempts first")
         intake.read_to_end()
 
-    with Supervisor(side, python, say=console.info, follow=follow) as supervisor:
+    with Supervisor(side, python, say=console.info, follow=follow, timeout_s=timeout) as supervisor:
         for path in intake:
             with console.guard(path):
                 task = Task.read(path, side)

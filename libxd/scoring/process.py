@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
 import subprocess
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -109,20 +111,23 @@ class Child:
             self.kill()
             raise
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request, wait for the answer. ChildDied when there comes none."""
+    def ask(self, request: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
+        """Send a request, wait for the answer. ChildDied when there comes none; TimeoutError when it takes longer."""
         self.chatter.forget()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died before: _receive says how
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
-        return self._receive()
+        return self._receive(timeout_s)
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self, timeout_s: float | None = None) -> dict[str, Any]:
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         # The end of the pipe alone does not tell of the child's death: a forked rank may hold it open.
         while not select.select([self._answers], [], [], _POLL_S)[0]:
             if self._process.poll() is not None and not select.select([self._answers], [], [], 0)[0]:
                 raise self._died()
+            if time.monotonic() > deadline:
+                raise TimeoutError
         line = self._answers.readline()
         if not line:
             raise self._died()

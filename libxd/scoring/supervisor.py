@@ -21,16 +21,19 @@ class Supervisor:
     """Scores tasks one after another; an engine, and a child, is kept for as long as the next task can use it.
 
     python: the interpreter of the child (None: that of the task's runtime, by policy). follow: takes every line an
-    engine says; without it `say` gets the last lines when an engine fails.
+    engine says; without it `say` gets the last lines when an engine fails. timeout_s: how long a task may take (None:
+    as long as it likes); a collective that hangs would otherwise be waited for without end.
     """
 
     def __init__(
-        self, side: str, python: str | None, say: Callable[[str], None], follow: Callable[[str], None] | None = None
-    ) -> None:
+        self, side: str, python: str | None, say: Callable[[str], None], follow: Callable[[str], None] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:  # fmt: skip
         self.side = side
         self._python = environment.interpreter(python) if python else None
         self._say = say
         self._follow = follow
+        self._timeout_s = timeout_s
         self._child: Child | None = None
         self._process: str | None = None
         self._held: Needs | None = None
@@ -77,7 +80,14 @@ class Supervisor:
         assert self._child is not None
         child = self._child
         try:
-            answer = child.ask({"attempt": str(task.attempt), **request})
+            answer = child.ask({"attempt": str(task.attempt), **request}, self._timeout_s)
+        except TimeoutError as error:
+            self._tell(child, ended=False)
+            child.kill()
+            self._forget_child()
+            raise XdError(f"the scorer took longer than {self._timeout_s:g} s and was ended; nothing was published",
+                          status=Status.RETRY, code="timed-out", where=str(task.attempt),
+                          hint="a collective may hang; -v shows what the engine says") from error
         except ChildDied as death:
             self._forget_child()
             self._tell(child, ended=True)
