@@ -46,22 +46,39 @@ ASKED = {
     "logp.backend": "xd.reference_logp",
     "training.sharding": "fsdp",
 }
-#: (violation, side, code of the violation that must be among those found)
+#: violation -> the code that must be among those found, for each side that can do it
+CODES = {
+    "alters-id": "token-ids",
+    "alters-selected-id": "selected-ids",
+    "alters-mask": "attention-mask",
+    "shifts-positions": "positions",
+    "holds-other-weight": "weights",
+    "changes-weight": "weights-changed",
+    "holds-other-buffer": "buffers",
+    "changes-buffer": "weights-changed",
+    "trains": "mode-before",
+    "ends-training": "mode-changed",
+    "owns-optimizer": "optimizer",
+    "uses-cache": "cache",
+    "prefills": "scoring-mode",
+    "other-temperature": "semantics",
+    "masks-logits": "unobservable",
+}
+ONE_SIDED = {"uses-cache": "training", "prefills": "rollout"}
 VIOLATIONS = [
-    ("alters-id", "rollout", "token-ids"),
-    ("alters-id", "training", "token-ids"),
-    ("alters-selected-id", "rollout", "selected-ids"),
-    ("alters-selected-id", "training", "selected-ids"),
-    ("shifts-positions", "rollout", "positions"),
-    ("shifts-positions", "training", "positions"),
-    ("holds-other-weight", "rollout", "weights"),
-    ("holds-other-weight", "training", "weights"),
-    ("changes-weight", "training", "weights-changed"),
-    ("trains", "training", "mode-before"),
-    ("ends-training", "training", "mode-changed"),
-    ("owns-optimizer", "training", "optimizer"),
-    ("uses-cache", "training", "cache"),
+    (violation, side, code)
+    for violation, code in CODES.items()
+    for side in knobs.SIDES
+    if ONE_SIDED.get(violation, side) == side
 ]
+#: what an engine does that publishes nothing -> where it is seen, and words of the reason
+REFUSED = {
+    "ignores-submission": ("behaviour", "another order"),
+    "counts-the-schedule": ("behaviour", "another value"),
+    "calls-operator-once": ("operator", "another number of logprobs"),
+    "corrects-operator": ("operator", "did not give"),
+    "sets-numerics": ("behaviour", "float32_matmul_precision"),
+}
 HONEST = "cpu-smoke"
 
 
@@ -71,8 +88,11 @@ class Chain:
     def __init__(self, place: Path) -> None:
         self._tools = Tools(place)
         self._env = {"PYTHONPATH": str(ENGINES), "OMP_NUM_THREADS": "1"}
-        plan = self.run("xd-plan", ROOT / "experiments" / "s0.json", status=0)
-        self.rows = {self._change(line): line for line in plan.splitlines()}
+        plan = self.run("xd-plan", ROOT / "experiments" / "s0.json", "--repeats", "1", "--repeat-order", "rotated",
+                        status=0)  # fmt: skip
+        rows = {line: json.loads(line)["repeat"] for line in plan.splitlines()}
+        self.rows = {self._change(line): line for line, repeat in rows.items() if not repeat}
+        (self.repeat,) = (line for line, repeat in rows.items() if repeat)
         self.place = place
 
     def run(self, tool: str, *arguments: object, status: int, stdin: str = "") -> str:
@@ -177,7 +197,9 @@ def judged(tmp_path_factory) -> dict[tuple[str, str], dict]:
 def test_a_violated_identity_is_invalid(judged, violation, side, code):
     comparison = judged[violation, side]
     assert comparison["status"] == "INVALID_IDENTITY"
-    assert {each["side"] for each in comparison["violations"]} == {side}  # the honest side is not blamed
+    blamed = {each["side"] for each in comparison["violations"]}
+    # the honest side is not blamed; of two buffers that differ nobody knows whose is right, and training's is named
+    assert blamed == ({"training"} if violation == "holds-other-buffer" else {side})
     assert code in {each["code"] for each in comparison["violations"]}
 
 
@@ -194,4 +216,47 @@ def test_the_honest_engine_is_valid(judged):
 
 
 def test_every_violation_is_judged():
-    assert {violation for violation, _, _ in VIOLATIONS} == set(xd_test_engines.VIOLATIONS)
+    assert set(CODES) == set(xd_test_engines.VIOLATIONS)
+    assert set(REFUSED) == set(xd_test_engines.REFUSED)
+
+
+# -- no scoring of the case at all
+
+
+def _rows(chain: Chain, act: str) -> list[str]:
+    """A spoilt process shows at the second case that it would serve."""
+    if act == "sets-numerics":
+        return [chain.rows[None], chain.rows["batch.size", 1]]
+    return [chain.repeat if act == "ignores-submission" else chain.rows[None]]
+
+
+@pytest.fixture(scope="module")
+def unpublished(tmp_path_factory) -> dict[tuple[str, str], list[dict]]:
+    """(what the engine does, side) -> the readbacks of what it scored."""
+    chain = Chain(tmp_path_factory.mktemp("refused"))
+    attempts = {
+        (act, side): [
+            chain.attempt(row, *one_side(act, side))
+            for row in _rows(chain, act)
+        ]
+        for act in REFUSED
+        for side in knobs.SIDES
+    }
+    paths = {side: [path for (_, s), pair in attempts.items() if s == side for path in pair] for side in knobs.SIDES}
+    honest = {side: chain.attempt(chain.repeat, HONEST, HONEST) for side in knobs.SIDES}  # negative control
+    passed = chain.score_both({side: [*paths[side], honest[side]] for side in knobs.SIDES}, status=69)
+    assert passed == {side: [honest[side]] for side in knobs.SIDES}
+    return {
+        (act, side): [json.loads((path / f"readback_{side}.json").read_text()) for path in pair]
+        for (act, side), pair in attempts.items()
+    }
+
+
+@pytest.mark.parametrize("side", knobs.SIDES)
+@pytest.mark.parametrize("act", list(REFUSED))
+def test_what_is_no_scoring_of_the_case_publishes_nothing(unpublished, act, side):
+    stage, words = REFUSED[act]
+    for readback in unpublished[act, side]:  # the second attempt, too: a process that was spoilt serves no other case
+        assert readback["status"] == "refused"
+        assert {each["stage"] for each in readback["refusals"]} == {stage}
+        assert any(words in each["reason"] for each in readback["refusals"])

@@ -1,8 +1,9 @@
 """Runtimes that break one promise each, for the chain to catch: cpu-smoke, with one thing done behind its back.
 
 They are found by entry point, as any plugin is: this folder on PYTHONPATH makes it an installed distribution, in the
-tools and in the scorers they start. What their engines show is honest, being cpu-smoke's own read-back: each of them
-is caught by evidence, not by confession.
+tools and in the scorers they start. What their engines show is cpu-smoke's own read-back, of what really ran (but for
+the one that lies there, too): each of them is caught by evidence, not by confession. `hf-holds-other-buffer` does the
+same to the runtime hf.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from libxd.runtimes.cpu_smoke.runtime import CpuSmoke
+from libxd.runtimes.hf.runtime import Hf
 
 #: for each knob, what an engine that ignores it uses whatever is asked
 IGNORED: dict[str, Any] = {
@@ -25,16 +27,20 @@ IGNORED: dict[str, Any] = {
     "logp.backend": "native",
     "training.sharding": "unsharded",
 }
+#: what makes a scoring one of something else: a verdict
 VIOLATIONS = (
-    "alters-id", "alters-selected-id", "shifts-positions", "holds-other-weight", "changes-weight", "trains",
-    "ends-training", "owns-optimizer", "uses-cache",
+    "alters-id", "alters-selected-id", "alters-mask", "shifts-positions", "holds-other-weight", "changes-weight",
+    "holds-other-buffer", "changes-buffer", "trains", "ends-training", "owns-optimizer", "uses-cache", "prefills",
+    "other-temperature", "masks-logits",
 )  # fmt: skip
+#: what makes it no scoring of the case at all: nothing is published
+REFUSED = ("ignores-submission", "counts-the-schedule", "calls-operator-once", "corrects-operator", "sets-numerics")
 
 
 class Dishonest(CpuSmoke):
-    """Says what cpu-smoke says and opens the engine that `opened` gives for (side, engine arguments, context)."""
+    """Says what cpu-smoke says and opens the engine that `opened` gives for (honest runtime, side, plan, context)."""
 
-    def __init__(self, name: str, opened: Callable[[CpuSmoke, str, dict[str, Any], Any], Any]) -> None:
+    def __init__(self, name: str, opened: Callable[[Any, str, dict[str, Any], Any], Any]) -> None:
         self.name = name
         self._opened = opened
 
@@ -68,10 +74,27 @@ def violates(violation: str) -> Dishonest:
     return Dishonest(violation, opened)
 
 
-RUNTIMES = {runtime.name: runtime for runtime in (*map(ignores, IGNORED), *map(violates, VIOLATIONS))}
+class DishonestHf(Hf):
+    """hf, with a table of rotary frequencies that went through bfloat16."""
+
+    name = "hf-holds-other-buffer"
+
+    def open(self, side: str, plan: dict[str, Any], context: Any) -> Any:
+        import torch
+
+        engine = super().open(side, plan, context)
+        frequencies = dict(engine.model.named_buffers())["model.rotary_emb.inv_freq"]
+        frequencies.copy_(frequencies.to(torch.bfloat16))
+        return engine
 
 
-def __getattr__(name: str) -> Dishonest:
+RUNTIMES = {
+    runtime.name: runtime
+    for runtime in (*map(ignores, IGNORED), *map(violates, (*VIOLATIONS, *REFUSED)), DishonestHf())
+}
+
+
+def __getattr__(name: str) -> Dishonest | DishonestHf:
     """Entry points name attributes: `ignores_batch_size`, `alters_id`."""
     for runtime in RUNTIMES.values():
         if attribute(runtime.name) == name:
