@@ -37,6 +37,7 @@ from libxd.runtimes.protocol import Observation
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from libxd.runtimes.hf.attention import AttentionCalls  # noqa: E402
 from libxd.runtimes.hf.prefix import PrefixStore  # noqa: E402
 
 SEQUENCES = frozen()
@@ -485,6 +486,18 @@ def test_a_mixture_of_attentions_is_not_called_one(bench):
     engine.score(SEQUENCES, request("training"))
     shown = engine.behaviour()["training.attention_backend"]
     assert shown.value is None and set(shown.evidence["calls"]) == {"eager", "sdpa"}
+
+
+@pytest.mark.parametrize("call", [
+    lambda scores: torch.softmax(scores, -1), lambda scores: torch.nn.functional.softmax(input=scores, dim=-1),
+    lambda scores: torch.special.softmax(scores, -1), lambda scores: scores.softmax(dim=-1),
+])  # fmt: skip
+def test_a_written_out_softmax_is_counted_however_it_is_called(call):
+    calls = AttentionCalls()
+    with calls.counting():
+        call(torch.zeros(1, 2, 3, 3))
+        call(torch.zeros(2, 3))  # of no attention
+    assert calls.evidence() == {"calls": {"eager": 1}, "masked": {}}
 
 
 def test_counting_leaves_transformers_as_it_was(bench):
