@@ -147,14 +147,14 @@ def _sweep_again(
     entropy_upstream = None if entropy_upstream is None else entropy_upstream.contiguous()
     float32 = {"dtype": torch.float32, "device": hidden.device}
     by_hidden = torch.zeros(rows, aligned.shape[1], **float32) if needs_hidden else None
-    by_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
+    by_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
     by_bias = torch.zeros(weight.shape[0], **float32) if needs_bias else None
     blocks = [slice(first, min(first + GRADIENT_ROWS, rows)) for first in range(0, rows, GRADIENT_ROWS)]
     tile = head.tiling.block_n
     for first in range(0, weight.shape[0], GRADIENT_COLUMNS):
         columns = slice(first, min(first + GRADIENT_COLUMNS, weight.shape[0]))
         count = columns.stop - columns.start
-        of_weight = torch.zeros(count, aligned.shape[1], **float32) if needs_weight else None
+        of_weight = None
         for block in blocks:
             h = _rows_aligned(hidden[block])
             out = torch.empty(h.shape[0], -(-count // tile) * tile, dtype=torch.bfloat16, device=hidden.device)
@@ -167,10 +167,11 @@ def _sweep_again(
             if needs_hidden:
                 by_hidden[block] += kernels.product(by_logit, aligned[columns])
             if needs_weight:
-                of_weight += kernels.product(by_logit.mT, h)
+                part = kernels.product(by_logit.mT, h)
+                of_weight = part if of_weight is None else of_weight.add_(part)
             if needs_bias:
                 by_bias[columns] += by_logit.sum(dim=0, dtype=torch.float32)
-        if needs_weight:
+        if of_weight is not None:
             by_weight[columns] = of_weight[:, :width].to(weight.dtype)
     return (
         by_hidden[:, :width].to(hidden.dtype) if needs_hidden else None,

@@ -61,7 +61,7 @@ for bias, temperature, softcap, entropy in ((None, 1.0, None, False), (torch.zer
     pull = rows if entropy else None
     kernels.logit_gradients(hidden, head, ids, rows, rows, pull, rows, pull, slice(0, 1000), out)
 """,
-        "_direction_kernel _head_kernel _logit_gradient_kernel _merge_kernel _reference_kernel _rescale_kernel",
+        "_direction_kernel _head_kernel _logit_gradient_kernel _merge_kernel _rescale_kernel _selected_kernel",
     ),
     "paged_attention": (
         """

@@ -13,11 +13,15 @@ enough for a frozen head. The gradient of a row's logprob is
 
 and p_v must be known to the second product before the row's log-sum-exp is. So the tile stores 2^(x - r) in bfloat16,
 rounded once; tiles whose reference is not the row's are scaled (exactly) to it; and 1 / total multiplies the second
-product's result, in float32. The reference is the selected token's own logit, from a dot product ahead of the sweep,
-wherever the tile's maximum is within 2^REACH of it: almost always, so that almost no tile needs scaling.
+product's result, in float32. The reference is the selected token's logit wherever the tile's maximum is within 2^REACH
+of it: almost always, so that almost no tile needs scaling.
 
-The selected token is kept out of every sum, and joins at the merge. Where it has nearly all of the probability, 1 - p
-is then a sum of small things and no difference of large ones: neither its logprob nor its gradient loses digits.
+The selected token's logit comes from a float32 dot product ahead of the sweep. The tiles leave that token out; it joins
+at the merge. Where it has nearly all of the probability, 1 - p is then a sum of small things and no difference of large
+ones: neither its logprob nor its gradient loses digits.
+
+Kernels are launched with FUSION off, and multiply-adds written as such: whether a tile is stored, or an entropy summed
+beside it, does not change a bit of the logprob.
 
 Shape suffixes: M rows (tokens) and N columns (vocabulary) of a tile, K its slice of the hidden size, T tiles of a row.
 """
@@ -31,7 +35,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from xdkernels.jit.fold import LOG2_E, LOWEST, fold_sum
+from xdkernels.jit.fold import FUSION, LOG2_E, LOWEST, fold_sum
 from xdkernels.jit.launch import multiprocessors, on_device_of
 from xdkernels.jit.tanh import tanh
 
@@ -83,25 +87,25 @@ def _finish_logits(
     acc_MN, columns_N, bias, vocab, softcap, temperature,
     HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr,
 ):  # fmt: skip
-    """The logits from the products, and d capped / d uncapped, which is 1 where nothing caps. Padding becomes -inf."""
+    """The logits from the products, and d capped / d uncapped, which is 1 where nothing caps."""
     slope_MN = 1.0
     if HAS_BIAS:
         acc_MN += tl.load(bias + columns_N, mask=columns_N < vocab, other=0.0).to(tl.float32)[None, :]
     if SOFTCAP:
         bent_MN = tanh(acc_MN / softcap)
         acc_MN = softcap * bent_MN
-        slope_MN = 1.0 - bent_MN * bent_MN
+        slope_MN = tl.fma(-bent_MN, bent_MN, 1.0)
     if TEMPERED:
         acc_MN = acc_MN / temperature
-    return tl.where(columns_N[None, :] < vocab, acc_MN, float("-inf")), slope_MN
+    return acc_MN, slope_MN
 
 
-@triton.jit(do_not_specialize=["N"])
-def _reference_kernel(
-    hidden, weight, bias, ids, reference, N, hidden_stride, weight_stride, H, softcap, temperature,
+@triton.jit
+def _selected_kernel(
+    hidden, weight, bias, ids, selected, reference, hidden_stride, weight_stride, H, softcap, temperature,
     HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The selected token's logit in units of log 2, rounded up: only a reference, so any order of sums will do."""
+    """The selected token's logit, by a float32 dot product; and in units of log 2, rounded up: the row's reference."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(ids + row).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
@@ -110,37 +114,29 @@ def _reference_kernel(
         inside = k + lanes < H
         h = tl.load(hidden + row * hidden_stride + k + lanes, mask=inside, other=0.0).to(tl.float32)
         w = tl.load(weight + token * weight_stride + k + lanes, mask=inside, other=0.0).to(tl.float32)
-        products += h * w
-    x = tl.sum(products)
+        products = tl.fma(h, w, products)
+    x = tl.sum(fold_sum(products[None, :], 1, BLOCK), axis=0)
     if HAS_BIAS:
         x += tl.load(bias + token).to(tl.float32)
     if SOFTCAP:
         x = softcap * tanh(x / softcap)
     if TEMPERED:
         x = x / temperature
+    tl.store(selected + row, x)
     x = tl.ceil(x * LOG2_E)
-    tl.store(reference + row, tl.where(tl.abs(x) < 1e30, x, 0.0))  # NaN and infinity too: the tiles tell of them
-
-
-@triton.jit
-def _take_selected(x_MN, columns_N, token_M, to_M, mask_M):
-    """Store the selected tokens' logits, and give the tile without them."""
-    hit_MN = columns_N[None, :] == token_M[:, None]
-    tl.store(to_M, tl.sum(tl.where(hit_MN, x_MN, 0.0), axis=1), mask=mask_M)  # one of them is no zero
-    return tl.where(hit_MN, float("-inf"), x_MN)
+    tl.store(reference + row, tl.where(tl.abs(x) < 1e30, x, 0.0))  # NaN and infinity are no reference
 
 
 @triton.jit(do_not_specialize=["N", "row_blocks", "programs"])
 def _head_kernel(
-    hidden, weight, exponentials, bias, ids, reference, references, totals, weighted, selected,
+    hidden, weight, exponentials, bias, ids, reference, references, totals, weighted,
     N, vocab, H, row_blocks, column_blocks, programs, softcap, temperature,
     HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, ENTROPY: tl.constexpr, STORE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the head, each reduced to a row's (reference, sum 2^(x - r), sum 2^(x - r) (x - r)), at [tile, row].
 
-    The selected token is left out; the tile that holds it writes its logit. STORE: also 2^(x - r) times the softcap's
-    slope, 0 for the selected token.
+    The selected token is left out, as padding is. STORE: also 2^(x - r) times the softcap's slope.
     """
     for tile in range(tl.program_id(0), row_blocks * column_blocks, programs):
         row_block, column_block = _place(tile, row_blocks, column_blocks, GROUP_M)
@@ -154,19 +150,14 @@ def _head_kernel(
         x_MN, slope_MN = _finish_logits(
             acc_MN, columns_N, bias, vocab, softcap, temperature, HAS_BIAS, SOFTCAP, TEMPERED
         )
-        token_M = tl.load(ids + rows_M, mask=live_M, other=-1)
+        token_M = tl.load(ids + rows_M, mask=live_M, other=-1).to(tl.int32)
+        counts_MN = (columns_N[None, :] < vocab) & (columns_N[None, :] != token_M[:, None])
+        x_MN = tl.where(counts_MN, x_MN, float("-inf"))
         reference_M = tl.load(reference + rows_M, mask=live_M, other=0.0)
         top_M = tl.ceil(tl.max(x_MN, axis=1) * LOG2_E)
         own_M = (tl.abs(top_M - reference_M) > REACH) & (top_M > LOWEST)
         reference_M = tl.where(own_M, top_M, reference_M)
-        here_M = (token_M >= column) & (token_M < column + BLOCK_N)
-        # Most tiles hold no selected token. A branch spares them the search; with a tile to store it costs registers.
-        if STORE:
-            x_MN = _take_selected(x_MN, columns_N, token_M, selected + rows_M, live_M & here_M)
-        else:
-            if tl.max(here_M.to(tl.int32), axis=0) > 0:
-                x_MN = _take_selected(x_MN, columns_N, token_M, selected + rows_M, live_M & here_M)
-        shifted_MN = x_MN * LOG2_E - reference_M[:, None]
+        shifted_MN = tl.fma(x_MN, LOG2_E, -reference_M[:, None])
         e_MN = tl.exp2(shifted_MN)
         at = column_block.to(tl.int64) * N + rows_M
         tl.store(references + at, reference_M, mask=live_M)
@@ -187,7 +178,8 @@ def _log1p(x):
 
 @triton.jit(do_not_specialize=["N"])
 def _merge_kernel(
-    references, totals, weighted, selected, logprobs, entropies, row_reference, row_total, row_rest, N, tiles,
+    reference, references, totals, weighted, selected, logprobs, entropies, row_reference, row_total, row_rest,
+    N, tiles,
     ENTROPY: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """A row's tiles in one, folded by their index, and the selected token with them.
@@ -200,25 +192,27 @@ def _merge_kernel(
     mask = live[:, None] & (lanes < tiles)[None, :]
     at = lanes.to(tl.int64)[None, :] * N + rows[:, None]
     own = tl.load(references + at, mask=mask, other=LOWEST)
-    x = tl.load(selected + rows, mask=live, other=0.0) * LOG2_E
-    top = tl.max(own, axis=1)
+    # the selected token's own reference too: its tile may have left it
+    top = tl.maximum(tl.max(own, axis=1), tl.load(reference + rows, mask=live, other=0.0))
+    x = tl.fma(tl.load(selected + rows, mask=live, other=0.0), LOG2_E, -top)  # from here on against the reference
     shift = own - top[:, None]
     scale = tl.exp2(shift)  # a power of two: exact
     tile_totals = tl.load(totals + at, mask=mask, other=0.0)
     rest = fold_sum(scale * tile_totals, ROWS, PADDED)
-    of_selected = tl.exp2(x - top)
+    of_selected = tl.exp2(x)
     total = rest + of_selected
     log2_total = tl.log2(total)
     # a likely token's logprob is as exact as what is left to the others; an unlikely one's as its logit
-    logprob = tl.where(of_selected > rest, -_log1p(rest / of_selected), (x - top - log2_total) * LN_2)
+    logprob = tl.where(of_selected > rest, -_log1p(rest / of_selected), (x - log2_total) * LN_2)
     tl.store(logprobs + rows, logprob, mask=live)
     tl.store(row_reference + rows, top, mask=live)
     tl.store(row_total + rows, total, mask=live)
     tl.store(row_rest + rows, rest, mask=live)
     if ENTROPY:
-        moved = tl.load(weighted + at, mask=mask, other=0.0) + tl.where(scale == 0.0, 0.0, shift * tile_totals)
+        moved = tl.load(weighted + at, mask=mask, other=0.0)
+        moved += tl.where(scale == 0.0, 0.0, shift * tile_totals)
         weight = fold_sum(scale * moved, ROWS, PADDED)
-        weight += tl.where(of_selected == 0.0, 0.0, of_selected * (x - top))
+        weight += tl.where(of_selected == 0.0, 0.0, of_selected * x)
         tl.store(entropies + rows, (log2_total - weight / total) * LN_2, mask=live)
 
 
@@ -371,30 +365,32 @@ def sweep(
     row_blocks = triton.cdiv(rows, tiling.block_m)
     programs = min(row_blocks * tiles, multiprocessors(hidden.device))
     with on_device_of(hidden):
-        _reference_kernel[(rows,)](
-            hidden, head.weight, bias, ids, reference, rows, hidden.stride(0), head.weight.stride(0), width,
+        _selected_kernel[(rows,)](
+            hidden, head.weight, bias, ids, selected, reference, hidden.stride(0), head.weight.stride(0), width,
             *head.scalars, **head.constants, BLOCK=min(1024, triton.next_power_of_2(width)),
+            **FUSION,
         )  # fmt: skip
         _head_kernel[(programs,)](
             TensorDescriptor.from_tensor(hidden, [tiling.block_m, tiling.block_k]),
             TensorDescriptor.from_tensor(head.weight, [tiling.block_n, tiling.block_k]),
             TensorDescriptor.from_tensor(exponentials, [tiling.block_m, tiling.block_n] if direction else [1, 8]),
-            bias, ids, reference, references, totals, weighted, selected,
+            bias, ids, reference, references, totals, weighted,
             rows, head.vocab, width, row_blocks, tiles, programs, *head.scalars,
             **head.constants, ENTROPY=entropy, STORE=direction, **_blocks(tiling),
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages, **FUSION,
         )  # fmt: skip
         padded_tiles = triton.next_power_of_2(tiles)
         merged_rows = max(1, MERGE_SIZE // padded_tiles)
         _merge_kernel[(triton.cdiv(rows, merged_rows),)](
-            references, totals, weighted, selected, logprobs, entropies if entropy else logprobs,
+            reference, references, totals, weighted, selected, logprobs, entropies if entropy else logprobs,
             row_reference, row_total, row_rest, rows, tiles, ENTROPY=entropy, ROWS=merged_rows, PADDED=padded_tiles,
-            num_warps=8,
+            num_warps=8, **FUSION,
         )  # fmt: skip
         found = None
         if direction:
             _rescale_kernel[(row_blocks, tiles)](
-                exponentials, references, row_reference, rows, padded, tiling.block_m, tiling.block_n, num_warps=8
+                exponentials, references, row_reference, rows, padded, tiling.block_m, tiling.block_n, num_warps=8,
+                **FUSION,
             )
             # rows beyond N hold whatever was there, and give rows that nobody reads
             sums = product(exponentials[:, : head.weight.shape[0]], head.weight)
@@ -402,7 +398,7 @@ def sweep(
             _direction_kernel[(rows,)](
                 sums, head.weight, ids, selected, row_total, row_rest, found, rows, width, head.weight.stride(0),
                 *head.scalars, SOFTCAP=head.softcap is not None, TEMPERED=head.temperature != 1.0,
-                BLOCK=min(2048, triton.next_power_of_2(width)),
+                BLOCK=min(2048, triton.next_power_of_2(width)), **FUSION,
             )  # fmt: skip
     logsumexp = (row_reference + row_total.log2()) * LN_2.value
     return Swept(logprobs, entropies, logsumexp, found)
@@ -432,7 +428,7 @@ def logit_gradients(
             entropy_upstream if entropy_upstream is not None else upstream,
             rows, weight.shape[0], columns.start, head.vocab, width, row_blocks, tiles, programs, *head.scalars,
             **head.constants, ENTROPY=entropy_upstream is not None, **_blocks(tiling),
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages, **FUSION,
         )  # fmt: skip
 
 
