@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import subprocess
 import sys
@@ -118,17 +119,20 @@ def test_triton_stays_in_its_room_and_is_entered_when_launched():
     assert imports(ROOT / "kernels" / "xdkernels" / "jit" / "__init__.py") == set()
 
 
-def test_an_operators_build_covers_the_kernels_it_reaches():
-    """`xd.triton_logp` names every module of xdkernels that its public function imports, at any depth."""
-    from libxd.operators.triton_logp import DESCRIPTOR
-
+@pytest.mark.parametrize(
+    ("operator", "entrance"),
+    [("triton_logp", "xdkernels.logprob"), ("fused_linear_logp", "xdkernels.linear_logprob")],
+)
+def test_an_operators_build_covers_the_kernels_it_reaches(operator, entrance):
+    """It names every module of xdkernels that its public function imports, at any depth."""
+    descriptor = importlib.import_module(f"libxd.operators.{operator}").DESCRIPTOR
     files = {module_name(path): path for path in KERNELS if path.name != "__init__.py"}
     reached: set[str] = set()
-    waiting = {"xdkernels.logprob"}
+    waiting = {entrance}
     while waiting:
         reached |= waiting
         waiting = {name for module in waiting for name in imports(files[module]) if name in files} - reached
-    assert set(DESCRIPTOR.sources) == reached
+    assert set(descriptor.sources) == reached
 
 
 def test_runtimes_and_operators_are_reached_by_entry_point_only():
@@ -139,7 +143,7 @@ def test_runtimes_and_operators_are_reached_by_entry_point_only():
                 package = f"libxd.runtimes.{kind}"
                 if within(name, package) and not within(module_name(path), package):
                     found.append(f"{module_name(path)} imports {name}")
-            for concrete in ("native", "reference", "triton_logp", "smoke_ops"):
+            for concrete in ("native", "reference", "triton_logp", "fused_linear_logp", "smoke_ops"):
                 package = f"libxd.operators.{concrete}"
                 if within(name, package) and not within(module_name(path), package):
                     found.append(f"{module_name(path)} imports {name}")

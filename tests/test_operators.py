@@ -156,7 +156,7 @@ def test_an_unknown_backend_is_refused_with_the_known_ones():
 
 def test_smoke_operators_are_unregistered_by_default():
     production = catalog.load(False).backends("selected_logprob")
-    assert production == ["native", "xd.reference_logp", "xd.triton_logp"]
+    assert production == ["native", "xd.fused_linear_logp", "xd.reference_logp", "xd.triton_logp"]
     assert installed.smoke_backends() == ["smoke_only.logp_offset", "smoke_only.logp_reference"]
     assert set(catalog.load(True).backends("selected_logprob")) == {*production, *installed.smoke_backends()}
     assert catalog.load(True).digest != catalog.load(False).digest

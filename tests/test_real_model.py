@@ -10,6 +10,11 @@ from tolerances import SAME_LOGITS_NATS
 pytest.importorskip("torch")
 
 
+def label(intervention) -> str:
+    """What a case is called here: its knob, or its operator."""
+    return intervention["value"] if intervention["path"] == "logp.backend" else intervention["path"]
+
+
 @pytest.fixture(scope="module")
 def measured(root, tmp_path_factory):
     """Sampled, planned, scored and judged by the tools: case label -> (comparison, effect, readbacks)."""
@@ -35,7 +40,7 @@ def measured(root, tmp_path_factory):
         {"path": "batch.size", "values": [1]},
         {"path": "rollout.dtype", "values": ["float32"]},
         {"path": "rollout.enable_prefix_caching", "values": [False]},
-        {"path": "logp.backend", "values": ["xd.triton_logp"]},
+        {"path": "logp.backend", "values": ["xd.triton_logp", "xd.fused_linear_logp"]},
     ]
     (place / "real.json").write_text(json.dumps(config))
     rows = ran("xd-plan", place / "real.json", "--repeats", 1)
@@ -51,7 +56,7 @@ def measured(root, tmp_path_factory):
         for attempt in attempts.split()
     ]
     labels = [
-        "repeat" if row["repeat"] else row["intervention"][0]["path"] if row["intervention"] else "baseline"
+        "repeat" if row["repeat"] else label(row["intervention"][0]) if row["intervention"] else "baseline"
         for row in map(json.loads, rows.splitlines())
     ]
     return dict(zip(labels, zip(comparisons, effects, readbacks, strict=True), strict=True))
@@ -87,11 +92,29 @@ def test_a_rollout_knob_leaves_the_training_side_alone(measured):
         assert effect["training"]["max_absolute"] == 0
 
 
+OPERATORS = {"xd.triton_logp": "TritonLogprob", "xd.fused_linear_logp": "FusedLinearLogprob"}
+
+
+@pytest.mark.parametrize("backend", OPERATORS)
+def test_a_kernels_operator_is_the_one_that_ran(measured, backend):
+    _, _, readbacks = measured[backend]
+    for readback in readbacks.values():
+        assert readback["operator"]["backend"] == backend and readback["operator"]["calls"] > 0
+        module = backend.removeprefix("xd.")
+        assert readback["operator"]["instance"] == f"libxd.operators.{module}:{OPERATORS[backend]}"
+
+
 def test_the_kernels_operator_reads_the_same_logits(measured):
     """`xd.triton_logp` changes the order of sums alone, here by its twin: far less than any knob of the engine."""
-    comparison, effect, readbacks = measured["logp.backend"]
-    for side, readback in readbacks.items():
-        assert readback["operator"]["backend"] == "xd.triton_logp" and readback["operator"]["calls"] > 0
-        assert readback["operator"]["instance"] == "libxd.operators.triton_logp:TritonLogprob"
-        assert effect[side]["max_absolute"] < SAME_LOGITS_NATS
+    comparison, effect, _ = measured["xd.triton_logp"]
+    assert all(effect[side]["max_absolute"] < SAME_LOGITS_NATS for side in ("rollout", "training"))
     assert comparison["status"] == measured["baseline"][0]["status"]
+
+
+def test_the_fused_operator_brings_the_sides_nearer(measured):
+    """`xd.fused_linear_logp` on both sides: bfloat16 logits are what the head's rounding adds to the difference."""
+    comparison, effect, _ = measured["xd.fused_linear_logp"]
+    assert all(effect[side]["mean_absolute"] > 1e-3 for side in ("rollout", "training"))
+    baseline = measured["baseline"][0]
+    ours, theirs = (found["logprob_difference"]["mean_absolute"] for found in (comparison, baseline))
+    assert ours < theirs

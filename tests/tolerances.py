@@ -27,7 +27,7 @@ SMOKE_FLOAT32_NATS = 2e-5
 ATTENTION_FLOAT32 = 2e-6
 #: two float32 forwards of a two-layer random Llama, 64 hidden units, that add in another order, in nats; seen: 6e-6
 TINY_LLAMA_FLOAT32_NATS = 2e-5
-#: float32 attention over logits of magnitude ten, against float64: some ten ulp of those logits, softcap's tanh included
+#: float32 attention over logits of magnitude ten, against float64: some ten ulp of those, softcap's tanh included
 PAGED_ATTENTION_FLOAT32 = 1e-5
 #: a policy objective's loss and coefficients in float64, magnitude one, against the same by autograd, token by token
 POLICY_FLOAT64 = 1e-13
