@@ -145,6 +145,10 @@ prove: setup ## break every rule of docs/contract.md in turn and see its test fa
 bench: setup ## speed and memory as ratios within one run, met or not
 	python -P dev/bench.py
 
+.PHONY: bench-kernels
+bench-kernels: ## the kernels beside floors, peers and targets; needs a GPU, and PYTHON with torch and triton for it
+	$(PYTHON) -P dev/bench_kernels.py
+
 ##@ Set-up
 
 .PHONY: setup
@@ -168,5 +172,5 @@ clean: ## remove the environment and caches; models, sequences and runs stay
 .PHONY: help
 help: ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
-	  /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	  /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@printf '\nExperiments (EXP=): %s\n' "$(basename $(notdir $(wildcard experiments/*.json)))"
