@@ -353,6 +353,15 @@ def test_another_environment_is_another_process_on_its_side():
     assert before["execution_key"] != after["execution_key"]
 
 
+def test_a_repeat_is_another_process_on_both_sides():
+    """What two repeats differ in is noise from run to run, not from case to case of one process."""
+    before, after = of(row()), of(row(repeat=1))
+    for side in SIDES:
+        assert prints(before)[side]["process"] != prints(after)[side]["process"]
+        assert prints(before)[side]["construction"] == prints(after)[side]["construction"]
+    assert materialize.group(before) != materialize.group(after)
+
+
 def test_an_operators_lifecycle_decides_where_it_enters(extra):
     extra(*(descriptor(backend=f"test.{name}", lifecycle=name) for name in ("construction", "process")),
           descriptor(backend="test.other"))  # fmt: skip

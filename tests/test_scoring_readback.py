@@ -8,7 +8,15 @@ import pytest
 from libxd import knobs
 from libxd.runtimes.protocol import Observation
 from libxd.scoring import readback
-from libxd.scoring.readback import compare, merge, operator_refusals, remaining, same, scored_refusals
+from libxd.scoring.readback import (
+    compare,
+    merge,
+    operator_refusals,
+    remaining,
+    same,
+    scored_refusals,
+    submission_refusals,
+)
 
 
 def records(*names, materialized=True, status="applied"):
@@ -164,3 +172,9 @@ def test_where_there_is_nothing_to_score_the_operator_need_not_run():
     assert published(returned=(np.empty(0, np.int64), np.empty(0, np.float32)), scored=none, active_mask=none,
                      logprobs=np.full(4, np.nan, np.float32)) == []  # fmt: skip
     assert operator_refusals(OPERATOR, {**OPERATOR, "calls": 0}, to_score=False) == []
+
+
+def test_another_order_of_submission_is_told():
+    assert submission_refusals("rotated", True, [[0, 1]]) == []
+    (found,) = submission_refusals("rotated", False, [[0, 1]])
+    assert (found.stage, found.knob, found.expected, found.observed) == ("behaviour", None, "rotated", [[0, 1]])
