@@ -60,8 +60,8 @@ THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_DYNAMIC", "OMP_NUM_THREADS", "OMP_SC
 
 #: parts of libxd, beside the runtime itself, that stand between an engine and its score file
 SCORER_MODULES = (
-    "libxd.checkpoint", "libxd.operators.session", "libxd.runtimes.live", "libxd.runtimes.protocol", "libxd.scoring",
-    "libxd.sequences",
+    "libxd.checkpoint", "libxd.operators.session", "libxd.runtimes.live", "libxd.runtimes.protocol",
+    "libxd.runtimes.torch_engine", "libxd.scoring", "libxd.sequences",
 )  # fmt: skip
 
 

@@ -59,9 +59,11 @@ class SemanticOperatorCatalog:
 def load(smoke: bool) -> SemanticOperatorCatalog:
     """The catalog of this installation: production operators, and with `smoke` the test operators as well."""
     groups = (GROUP, SMOKE_GROUP) if smoke else (GROUP,)
-    return SemanticOperatorCatalog(
-        _descriptor(entry, group) for group in groups for entry in entries(group).values()
-    )
+    catalog = SemanticOperatorCatalog()
+    for group in groups:
+        for entry in entries(group).values():
+            catalog = catalog.register(_descriptor(entry, group))
+    return catalog
 
 
 def check(

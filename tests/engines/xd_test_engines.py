@@ -54,7 +54,9 @@ def ignores(knob: str) -> Dishonest:
     def opened(honest: CpuSmoke, side: str, plan: dict[str, Any], context: Any) -> Any:
         from xd_dishonesty import fixed_batch_size, own_operator
 
-        name = knob.partition(".")[2]
+        name = {"training.compute_dtype": "dtype", "training.attention_backend": "attention"}.get(
+            knob, knob.partition(".")[2]
+        )
         if knob not in ("batch.size", "logp.backend"):
             return honest.open(side, {**plan, "engine": {**plan["engine"], name: IGNORED[knob]}}, context)
         wrap = fixed_batch_size if knob == "batch.size" else own_operator

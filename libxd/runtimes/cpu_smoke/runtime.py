@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from libxd import knobs, planner
 from libxd.errors import Status, XdError
+from libxd.runtimes import planning
 from libxd.runtimes.cpu_smoke import geometry
 from libxd.runtimes.cpu_smoke.geometry import Geometry
 from libxd.runtimes.protocol import EngineContext, KnobRecord, SidePlan
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 #: attention of the training side; what else is asked is unsupported, or sdpa where a fallback is declared
 ATTENTION = ("eager", "sdpa")
-FALLBACK_ATTENTION = "sdpa"
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 #: the most tokens whose products are held at once, in float32, with room for their temporaries
 _WORKSPACE_BYTES = 256 << 20
 
@@ -34,6 +33,8 @@ _MECHANISM = {
     "logp.backend": "the bound operator is called on every selected token",
     "training.sharding": "parameters held as flat shards and gathered before each use",
 }
+#: knobs that an engine's arguments name otherwise
+_ARGUMENTS = {"training.compute_dtype": "dtype", "training.attention_backend": "attention"}
 _TOPOLOGY = ("tensor_parallel_size", "context_parallel_size", "sharding")
 
 
@@ -59,7 +60,7 @@ class CpuSmoke:
             for knob in knobs.of_side(side)
         ]
         arguments = {
-            record.knob.partition(".")[2]: record.materialized
+            _ARGUMENTS.get(record.knob, record.knob.partition(".")[2]): record.materialized
             for record in records
             if record.knob not in ("batch.size", "logp.backend")
         }
@@ -88,9 +89,9 @@ class CpuSmoke:
 
     def estimate_bytes(self, side: str, engine: dict[str, Any], locations: dict[str, Any]) -> int:
         """Weights of the largest synthetic model and the temporaries of one forward."""
-        dtype = engine.get("dtype") or engine.get("compute_dtype") or "float32"
+        dtype = engine.get("dtype", "float32")
         largest = max(shape.parameter_count() for shape in geometry.GEOMETRIES.values())
-        return largest * _BYTES[dtype] + _WORKSPACE_BYTES
+        return largest * planning.BYTES[dtype] + _WORKSPACE_BYTES
 
     def open(self, side: str, plan: dict[str, Any], context: EngineContext) -> Engine:
         synthetic = context.identity["checkpoint"]["synthetic"]
@@ -130,28 +131,14 @@ def _refusals(row: dict[str, Any], environment: dict[str, Any]) -> list[str]:
         reasons.append("torch is not installed")
     if (identity["checkpoint"]["synthetic"] or {}).get("name") not in geometry.GEOMETRIES:
         reasons.append("cpu-smoke scores its synthetic models only: " + ", ".join(geometry.GEOMETRIES))
-    neutral = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
-    if semantics["logprobs"] == "processed" and (
-        semantics["top_p"] != 1 or semantics["top_k"] != 0 or semantics["penalties"] != neutral
-    ):
+    if planning.beyond_temperature(semantics):
         reasons.append("cpu-smoke processes logprobs by temperature alone: no top-p, top-k or penalties")
     return reasons
 
 
 def _record(knob: knobs.Knob, requested: Any, shape: Geometry, allow_fallback: frozenset[str]) -> KnobRecord:
     reason = _OBJECTIONS.get(knob.path, lambda value, shape: None)(requested, shape)
-    if reason is None:
-        return KnobRecord(knob.path, requested, requested, "applied", knob.lifecycle, _MECHANISM[knob.path])
-    if knob.path == "training.attention_backend" and knob.path in allow_fallback:
-        return KnobRecord(
-            knob.path,
-            requested,
-            FALLBACK_ATTENTION,
-            "fallback",
-            knob.lifecycle,
-            f"{reason}; {FALLBACK_ATTENTION} takes its place",
-        )
-    return KnobRecord(knob.path, requested, None, "unsupported", knob.lifecycle, reason)
+    return planning.record(knob, requested, reason, _MECHANISM[knob.path], allow_fallback)
 
 
 def _no_such_attention(value: str, shape: Geometry) -> str | None:

@@ -21,8 +21,8 @@ class TrainingEngine(Engine):
 
     def __init__(self, synthetic: dict[str, Any], engine: dict[str, Any]) -> None:
         world_size = FSDP_WORLD_SIZE if engine["sharding"] == "fsdp" else 0
-        super().__init__(build(synthetic, engine["compute_dtype"], EagerKernels(), fsdp_world_size=world_size))
-        self._implementation = engine["attention_backend"]
+        super().__init__(build(synthetic, engine["dtype"], EagerKernels(), fsdp_world_size=world_size))
+        self._implementation = engine["attention"]
         self._attention_ran: set[str] = set()
 
     def score(self, sequences: Sequences, request: Request) -> Scores:

@@ -12,12 +12,12 @@ import os
 from typing import Any
 
 from libxd import checkpoint
+from libxd.runtimes.planning import BYTES
 from libxd.tensors import TensorFile
 
 #: positions that go through the head together: the logits of a whole padded batch are mostly thrown away
 HEAD_ROWS = 1024
 _ROWS = 64
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 #: an interpreter with torch in it, and on CUDA a context with its libraries
 _PROCESS_BYTES = {"cpu": 512 << 20, "cuda": 1 << 30}
 
@@ -32,7 +32,7 @@ def estimate(side: str, engine: dict[str, Any], locations: dict[str, Any]) -> in
         return 0
     with open(os.path.join(directory, "config.json"), "rb") as file:
         config = json.load(file)
-    width = _BYTES[engine["dtype"]]
+    width = BYTES[engine["dtype"]]
     lengths = _lengths(locations.get("sequences"))
     rows, columns = min(len(lengths), _ROWS), max(lengths, default=0)
     head_rows = min(HEAD_ROWS, sum(lengths))
@@ -48,7 +48,7 @@ def weights(directory: str, width: int) -> int:
         with TensorFile(path, follow_symlinks=True) as file:
             for name in names if names is not None else file.names:
                 held = len(file.raw(name))
-                total += math.prod(file.shape(name)) * width if file.dtype(name) in _BYTES else held
+                total += math.prod(file.shape(name)) * width if file.dtype(name) in BYTES else held
     return total
 
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from libxd import knobs, planner
+from libxd.runtimes import planning
 from libxd.runtimes.hf import memory
 from libxd.runtimes.protocol import EngineContext, KnobRecord, SidePlan
 
 if TYPE_CHECKING:
     from libxd.runtimes.protocol import Engine, Generator
 
-FALLBACK_ATTENTION = "sdpa"
 #: attention of the rollout side, where it is no knob
 ROLLOUT_ATTENTION = "sdpa"
 #: distributions, as environment.PACKAGES names them
@@ -134,22 +134,14 @@ class _Machine:
         if row["identity"]["checkpoint"]["synthetic"]:
             reasons.append("hf scores checkpoint directories, no synthetic model")
         semantics = row["identity"]["semantics"]
-        neutral = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
-        if semantics["logprobs"] == "processed" and (
-            semantics["top_p"] != 1 or semantics["top_k"] != 0 or semantics["penalties"] != neutral
-        ):
+        if planning.beyond_temperature(semantics):
             reasons.append("hf processes logprobs by temperature alone: no top-p, top-k or penalties")
         return reasons
 
     def record(self, knob: knobs.Knob, requested: Any, allow_fallback: frozenset[str]) -> KnobRecord:
         objection = _OBJECTIONS.get(knob.path)
         reason = objection(self, requested) if objection else None
-        if reason is None:
-            return KnobRecord(knob.path, requested, requested, "applied", knob.lifecycle, _APPLIED[knob.path])
-        if knob.path == "training.attention_backend" and knob.path in allow_fallback:
-            evidence = f"{reason}; {FALLBACK_ATTENTION} takes its place"
-            return KnobRecord(knob.path, requested, FALLBACK_ATTENTION, "fallback", knob.lifecycle, evidence)
-        return KnobRecord(knob.path, requested, None, "unsupported", knob.lifecycle, reason)
+        return planning.record(knob, requested, reason, _APPLIED[knob.path], allow_fallback)
 
     def one_process(self, size: int) -> str | None:
         return None if size == 1 else f"this runtime scores in one process; {size} ranks were asked for"
