@@ -115,11 +115,11 @@ def test_a_process_change_starts_a_new_child(bench):
     assert [reuse["case_serial"] for reuse in reuses(bench, paths)] == [1, 1]
 
 
-def test_after_a_failure_the_next_case_gets_a_fresh_engine_in_the_same_child(bench):
+def test_after_a_failure_the_next_case_gets_a_fresh_engine_in_a_fresh_child(bench):
     first, second = bench.materialize(bench.case("raises-once"), bench.case("raises-once", ("batch.size", 2)))
     ran = bench.score(first, second)
     assert (ran.status, ran.out.splitlines()) == (Status.BUG, [second])
-    assert reuses(bench, [second]) == [{"engine_serial": 2, "case_serial": 2}]
+    assert reuses(bench, [second]) == [{"engine_serial": 1, "case_serial": 1}]
 
 
 @pytest.mark.parametrize("act", ["trains", "leaves-train-mode"])

@@ -80,7 +80,7 @@ def test_what_a_score_file_holds(scored):
         assert file.metadata["observed"] == readback["observed"]
         assert file.metadata["execution_key"] == scored.materialized()["execution_key"]
         assert (file.metadata["mode"], file.metadata["side"]) == ("decode", "rollout")
-        assert file.metadata["dtypes"] == {"parameters": "float32", "logits": "float32"}
+        assert file.metadata["dtypes"] == {"parameters": "float32", "logits": None}  # its operator takes hidden states
 
 
 def test_all_nans_are_written_as_one(tmp_path, scored):
