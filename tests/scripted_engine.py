@@ -57,7 +57,7 @@ class Values:
 
 
 def make(side: str, options: dict[str, Any]):
-    """The operator: minus an eighth of the id modulo eight, in nats, and what stands first in the hidden state on top of it."""
+    """The operator: minus an eighth of the id modulo eight, in nats, and on top of it what stands first in hidden."""
 
     def scripted(hidden: Values, weight: None, ids: Values, temperature: float) -> Values:
         return Values(-((ids.values % 8).astype("float32")) / 8 + hidden.values[:, 0], "torch.float32")

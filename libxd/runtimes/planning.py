@@ -1,4 +1,4 @@
-"""What adapters share while they plan: widths of dtypes, semantics beyond a temperature, a declared fallback. No torch."""
+"""What adapters share while they plan: widths, semantics beyond a temperature, a declared fallback. No torch."""
 
 from __future__ import annotations
 
