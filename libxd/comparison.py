@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from libxd import canon, contract, identity, publish, records, tensors
+from libxd import canon, contract, identity, publish, records, tensors, verdict
 from libxd.actual import actual
 from libxd.difference import DEFINITION, Difference
 from libxd.errors import XdError, of_exception
@@ -108,7 +108,7 @@ def compare(attempt: Attempt) -> dict[str, Any]:
         "case_id": case.requested["case_id"],
         "repeat": case.requested["repeat"],
         "execution_key": case.materialized["execution_key"],
-        "status": verdict(violations, problems, measured.counts if measured else None),
+        "status": verdict.status(violations, problems, measured.counts if measured else None),
         "contract": bound,
         "threshold": threshold,
         "threshold_bits": struct.pack(">f", threshold).hex(),
@@ -123,22 +123,11 @@ def compare(attempt: Attempt) -> dict[str, Any]:
     return comparison
 
 
-def verdict(violations: list[Any], problems: list[Any], counts: dict[str, int] | None) -> str:
-    """The status; `counts` is None where the numbers could not be compared, which `problems` then says."""
-    if violations:
-        return "INVALID_IDENTITY"
-    if problems or counts is None:
-        return "INVALID_ARTIFACT"
-    if not counts["active"]:
-        return "ZERO_ACTIVE_TOKENS"
-    return "MISMATCH" if counts["mismatches"] else "PASS"
-
-
 def _numbers(measured: Measurement) -> dict[str, Any]:
     return {
         "counts": measured.counts,
-        "mismatch_ratio": measured.ratio("mismatches"),
-        "bitwise_equal_share": measured.ratio("bitwise_equal"),
+        "mismatch_ratio": verdict.ratio(measured.counts, "mismatches"),
+        "bitwise_equal_share": verdict.ratio(measured.counts, "bitwise_equal"),
         "logprob_difference": measured.logprob_difference(),
         "worst": measured.worst(),
         "first_mismatch": measured.first_mismatch(),

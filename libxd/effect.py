@@ -17,6 +17,7 @@ import numpy as np
 from libxd import identity, scores
 from libxd.errors import XdError
 from libxd.quantiles import Distribution
+from libxd.records import Case
 from libxd.rundir import SIDES, Attempt
 from libxd.scores import ScoreFile
 
@@ -42,7 +43,7 @@ def effect(attempt: Attempt, against: Attempt) -> dict[str, Any]:
 
     conditions: side -> how they differ (`difference_of_conditions`), null where they are the same.
     """
-    plans = [each.materialized() for each in (attempt, against)]
+    plans = [Case.read(each).materialized for each in (attempt, against)]
     return {
         "schema_version": "xd.effect.v1",
         "attempt": str(attempt),

@@ -13,7 +13,7 @@ from typing import Any
 from libxd import canon, resolution
 from libxd.errors import XdError
 from libxd.knobs import DTYPE_OF_SIDE
-from libxd.resolution import OBSERVED_DIGESTS, SEQUENCE_DIGESTS
+from libxd.resolution import OBSERVED_DIGESTS, SEQUENCE_COUNTS, SEQUENCE_DIGESTS
 from libxd.rundir import SIDES
 from libxd.strictjson import pointer_to
 
@@ -25,7 +25,7 @@ UNPROCESSED: dict[str, Any] = {
     "temperature": 1.0, "top_p": 1.0, "top_k": 0,
     "penalties": {"repetition": 1.0, "presence": 0.0, "frequency": 0.0},
 }  # fmt: skip
-_SCORED = ("token_ids", "active_mask", "cu_seqlens")  # what a score file holds of the sequences
+SCORED = ("token_ids", "active_mask", "cu_seqlens")  # what a score file holds of the sequences
 
 
 def pinned(identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,16 +45,43 @@ def pinned(identity: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def recomputed(identity: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(part, digest) for every digest that can be computed from what the identity lists beside it."""
-    checkpoint, sequences = identity["checkpoint"], identity["sequences"]
+def contradictions(
+    identity: Mapping[str, Any], locations: Mapping[str, str | None], missing: Iterable[str]
+) -> Iterator[tuple[str, Any, Any]]:
+    """(pointer into the row, found, expected) where a row's identity is not what it says beside itself.
+
+    Each digest is recomputed from what is listed with it; what is listed is there whole or not at all, just when the
+    row says where it lies, and is missing just when it is not there.
+    """
+    checkpoint, tokenizer, sequences = (identity[part] for part in ("checkpoint", "tokenizer", "sequences"))
     if checkpoint["synthetic"] is not None:
-        yield "checkpoint", canon.digest(checkpoint["synthetic"])
+        yield "/identity/checkpoint/digest", checkpoint["digest"], canon.digest(checkpoint["synthetic"])
     for part in ("checkpoint", "tokenizer"):
         if identity[part]["files"]:
-            yield part, canon.digest(identity[part]["files"])
-    if all(sequences[name] for name in SEQUENCE_DIGESTS):
-        yield "sequences", canon.digest({name: sequences[name] for name in (*SEQUENCE_DIGESTS, "packing")})
+            yield f"/identity/{part}/digest", identity[part]["digest"], canon.digest(identity[part]["files"])
+    listed = {name: sequences[name] is not None for name in (*SEQUENCE_DIGESTS, *SEQUENCE_COUNTS)}
+    for name, there in listed.items():
+        if there != any(listed.values()):
+            yield f"/identity/sequences/{name}", sequences[name], "like the digests and counts beside it"
+            return
+    if any(listed.values()):
+        whole = canon.digest({name: sequences[name] for name in (*SEQUENCE_DIGESTS, "packing")})
+        yield "/identity/sequences/digest", sequences["digest"], whole
+    at_hand = {"checkpoint": bool(checkpoint["files"]), "tokenizer": bool(tokenizer["files"]),
+               "sequences": any(listed.values())}  # fmt: skip
+    for part, there in at_hand.items():
+        if (locations[part] is not None) != there:
+            yield f"/locations/{part}", locations[part], "a place" if there else None
+    lacking = {part for part, there in at_hand.items() if not there}
+    if checkpoint["synthetic"] is not None:
+        lacking.discard("checkpoint")
+    if tokenizer["policy"] == "token_ids":
+        lacking.discard("tokenizer")
+    if identity["model"] is None:
+        lacking.add("model")
+    yield "/missing", sorted({reason.partition(":")[0] for reason in missing}), [
+        f"/identity/{part}" for part in sorted(lacking)
+    ]  # fmt: skip
 
 
 # -- what a scorer must have held
@@ -284,7 +311,7 @@ class _Judge:
         if metadata["mode"] != self.mode:
             yield "scoring-mode", f"{file}#/xd/mode", self.mode, metadata["mode"]
         yield from self._differing("score-file", f"{file}#/xd/observed", observed, metadata["observed"])
-        for name in _SCORED:
+        for name in SCORED:
             wanted = self.identity["sequences"][name]
             if name in self.score and self.score[name] != wanted:
                 yield name.replace("_", "-"), f"{file}#/{name}", wanted, self.score[name]

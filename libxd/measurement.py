@@ -31,10 +31,6 @@ class Measurement:
         self._distribution = tally.distribution
         self._quantiles = _quantiles(difference, tally.distribution)
 
-    def ratio(self, count: str) -> float | None:
-        """A count over the active tokens; None without any."""
-        return self.counts[count] / self.counts["active"] if self.counts["active"] else None
-
     def logprob_difference(self) -> dict[str, Any]:
         """Means and quantiles of the active differences in nats."""
         return {

@@ -22,6 +22,12 @@ from libxd.rundir import RunDirectory
 _SCHEMA_VERSION = "xd.plan_row.v1"
 #: parts of a row that its case digest covers as they are; the identity enters pinned, the scenario with its id
 _HASHED = ("values", "operators", "contract")
+#: what its request digest covers: the case, and why and how it is tried
+_REQUESTED = (
+    "experiment_id", "strategy", "baseline", "case_digest", "intervention", "repeat", "submission", "strict_fallback",
+)  # fmt: skip
+#: how many knobs a case of a strategy changes
+_CHANGES = {"one_at_a_time": (0, 1), "pairwise": (0, 2)}
 
 
 def rows(experiment: Experiment, repeats: int = 0, submission: str = "canonical") -> list[dict[str, Any]]:
@@ -38,6 +44,7 @@ def rows(experiment: Experiment, repeats: int = 0, submission: str = "canonical"
             "digest": experiment.contract.digest,
             "dtype": looser(*(experiment.baseline[knob] for knob in knobs.DTYPE_OF_SIDE.values())),
         },
+        "baseline": experiment.baseline,
         "identity": experiment.resolution.identity,
         "locations": experiment.resolution.locations,
         "strict_fallback": experiment.strict_fallback,
@@ -53,7 +60,7 @@ def rows(experiment: Experiment, repeats: int = 0, submission: str = "canonical"
         digest = canon.digest_bytes(canon.join({
             "identity": pinned, "scenario": scenario, "contract": parts.of(shared["contract"]),
             "values": parts.of(values), "operators": parts.of(operators)}))  # fmt: skip
-        return shared | {
+        return requesting(shared | {
             "case_id": f"c-{digest[:16]}",
             "case_digest": digest,
             "repeat": 0,
@@ -64,10 +71,16 @@ def rows(experiment: Experiment, repeats: int = 0, submission: str = "canonical"
             "values": values,
             "operators": operators,
             "derived": topology.derived(values, shared["identity"]["model"]),
-        }
+        })
+
+    def requesting(row: dict[str, Any]) -> dict[str, Any]:
+        whole = canon.join({name: parts.of(row[name]) for name in _REQUESTED})
+        return row | {"request_digest": canon.digest_bytes(whole)}
 
     baseline = case(())
-    again = [baseline | {"repeat": number, "submission": submission} for number in range(1, repeats + 1)]
+    again = [
+        requesting(baseline | {"repeat": number, "submission": submission}) for number in range(1, repeats + 1)
+    ]
     return [baseline, *again, *(case(changes) for changes in _variations(experiment))]
 
 
@@ -95,6 +108,11 @@ def case_digest(row: dict[str, Any]) -> str:
     """The digest that a row's content gives."""
     hashed = {name: row[name] for name in _HASHED}
     return canon.digest(hashed | {"identity": identity.pinned(row["identity"]), "scenario": _scenario(row)})
+
+
+def request_digest(row: dict[str, Any]) -> str:
+    """The digest of what a row asks for: its case, what the case changes of which baseline, and how it is tried."""
+    return canon.digest({name: row[name] for name in _REQUESTED})
 
 
 def encode(plan: Sequence[dict[str, Any]]) -> Iterator[bytes]:
@@ -149,39 +167,46 @@ def require_sound(row: dict[str, Any], where: str) -> None:
 
 
 def _contradictions(row: dict[str, Any], where: str) -> Iterator[XdError]:
-    def differs(path: str, found: Any, expected: Any) -> Iterator[XdError]:
+    def differs(
+        path: str, found: Any, expected: Any, message: str = "contradicts the rest of the row"
+    ) -> Iterator[XdError]:
         if found != expected or type(found) is not type(expected):
-            yield XdError("contradicts the rest of the row", code="forged-row", where=where, path=path, found=found,
-                          expected=expected, hint="plan the experiment again; rows are not edited")
+            yield XdError(message, code="forged-row", where=where, path=path, found=found, expected=expected,
+                          hint="plan the experiment again; rows are not edited")
 
-    for knob, value in row["values"].items():
-        try:
-            yield from differs(f"/values/{knob}", value, knobs.normalise(knob, value, where, f"/values/{knob}"))
-        except XdError as error:
-            yield error
-            return
+    for part in ("values", "baseline"):
+        for knob, value in row[part].items():
+            try:
+                pointer = f"/{part}/{knob}"
+                yield from differs(pointer, value, knobs.normalise(knob, value, where, pointer))
+            except XdError as error:
+                yield error
+                return
+    changes = {change["path"]: change["value"] for change in row["intervention"]}
     for place, change in enumerate(row["intervention"]):
-        yield from differs(f"/intervention/{place}/value", change["value"], row["values"][change["path"]])
+        if change["value"] == row["baseline"][change["path"]]:
+            yield XdError("changes nothing of the baseline", code="forged-row", where=where,
+                          path=f"/intervention/{place}/value", found=change["value"])
         if change["path"] == "logp.backend":
             yield from differs("/operators", row["operators"], _both_sides(change["value"]))
-    changed = [change["path"] for change in row["intervention"]]
-    yield from differs("/intervention", len(set(changed)), len(changed))
-    if len(changed) > (1 if row["strategy"] == "one_at_a_time" else 2) or (changed and row["repeat"]):
-        yield from differs("/intervention", changed, [])
-    dtypes = knobs.DTYPE_OF_SIDE.values()
-    if not set(changed) & set(dtypes):  # a case judged by the ruler of a baseline with the same dtypes
-        dtype = looser(*(row["values"][knob] for knob in dtypes))
-        yield from differs("/contract/dtype", row["contract"]["dtype"], dtype)
-    yield from differs("/repeat", row["repeat"], int(row["repeat"]))
+    for knob, value in (row["baseline"] | changes).items():
+        what = "is not the baseline's as the case changes it"
+        yield from differs(f"/values/{knob}", row["values"][knob], value, what)
+    number = len(row["intervention"])
+    if number != len(changes) or number not in _CHANGES[row["strategy"]] or (number and row["repeat"]):
+        yield from differs("/intervention", [change["path"] for change in row["intervention"]], [])
+    dtype = looser(*(row["baseline"][knob] for knob in knobs.DTYPE_OF_SIDE.values()))
+    yield from differs("/contract/dtype", row["contract"]["dtype"], dtype)
     if not row["repeat"]:
         yield from differs("/submission", row["submission"], "canonical")
     yield from differs("/executable", row["executable"], not row["missing"])
     yield from differs("/derived", row["derived"], topology.derived(row["values"], row["identity"]["model"]))
-    for part, digest in identity.recomputed(row["identity"]):
-        yield from differs(f"/identity/{part}/digest", row["identity"][part]["digest"], digest)
+    for flaw in identity.contradictions(row["identity"], row["locations"], row["missing"]):
+        yield from differs(*flaw)
     digest = case_digest(row)
     yield from differs("/case_digest", row["case_digest"], digest)
     yield from differs("/case_id", row["case_id"], f"c-{digest[:16]}")
+    yield from differs("/request_digest", row["request_digest"], request_digest(row))
 
 
 def publish_plan(runs: str | os.PathLike[str], experiment: Experiment, encoded: Sequence[bytes]) -> Path:

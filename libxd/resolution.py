@@ -28,7 +28,7 @@ MODEL_FACTS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
 #: what a scorer shows of the frozen tokens, and what their digest covers: where a prompt ends decides batches, too
 OBSERVED_DIGESTS = ("token_ids", "selected_ids", "cu_seqlens", "active_mask", "attention_mask", "positions")
 SEQUENCE_DIGESTS = (*OBSERVED_DIGESTS, "prompt_lens")
-_SEQUENCE_COUNTS = ("num_sequences", "num_tokens", "num_active")
+SEQUENCE_COUNTS = ("num_sequences", "num_tokens", "num_active")
 
 
 @dataclass
@@ -169,7 +169,7 @@ def _tokenizer(declared: dict[str, Any], result: Resolution) -> dict[str, Any]:
 def _sequences(declared: dict[str, Any], tokenizer: dict[str, Any], result: Resolution) -> dict[str, Any]:
     result.locations["sequences"] = None
     path, given = declared.get("path"), declared.get("digest")
-    unknown = dict.fromkeys((*SEQUENCE_DIGESTS, *_SEQUENCE_COUNTS)) | {"digest": given, "packing": "none"}
+    unknown = dict.fromkeys((*SEQUENCE_DIGESTS, *SEQUENCE_COUNTS)) | {"digest": given, "packing": "none"}
     file = result.at("sequences", path)
     if file is None:
         return unknown

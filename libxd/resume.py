@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from libxd import seal
+from libxd import seal, verdict
 from libxd.errors import XdError
 from libxd.records import Case
 from libxd.rundir import SEAL, Attempt, RunDirectory
@@ -73,8 +73,7 @@ def _state(attempt: Attempt, row: dict[str, Any], materialized: dict[str, Any] |
     problems = seal.verify(attempt)
     if problems:
         raise XdError(f"sealed, but {problems[0]}", code="tampered", where=str(attempt))
-    Case.read(attempt)
-    status = attempt.comparison()["status"]
+    status = verdict.read(attempt, Case.read(attempt))["status"]
     return "answered" if status in ANSWERS else "begun"
 
 

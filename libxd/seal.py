@@ -11,7 +11,7 @@ import stat
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from libxd import canon, publish
+from libxd import canon, publish, verdict
 from libxd.errors import Status, XdError, of_exception
 from libxd.records import Case, digest
 from libxd.rundir import PAYLOADS, SEAL, SIDES, Attempt
@@ -57,6 +57,7 @@ def seal(attempt: Attempt) -> bool:
     files = attempt.read(SEAL)["files"] if sealed else {name: _facts(attempt, name) for name in PAYLOADS}
     for problem in _inconsistencies(found, files):
         raise XdError(f"cannot be sealed: {problem}", code="seal-inconsistent", where=str(attempt))
+    verdict.read(attempt, case)
     value = {
         "schema_version": "xd.seal.v1",
         "experiment_id": case.requested["experiment_id"],

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from libxd import canon, contract, knobs
+from libxd import canon, contract, knobs, verdict
 from libxd.effect import SideEffect, difference_of_conditions, floor, side_effect, standing
 from libxd.errors import XdError
+from libxd.records import Case
 from libxd.rundir import SIDES, Attempt
 
 WIDTH = 120
@@ -80,12 +81,13 @@ class Table:
 
 def read(attempt: Attempt) -> Row:
     """An attempt as a row, without its effect."""
-    requested = attempt.requested()
+    case = Case.read(attempt)
+    requested = case.requested
     if refusal := attempt.refusal():
         return Row(attempt, requested, "unsupported" if refusal.unsupported else "refused", refusal.text())
     if not attempt.has("comparison.json"):
         return Row(attempt, requested, "incomplete", "not every stage has run")
-    comparison = attempt.comparison()
+    comparison = verdict.read(attempt, case)
     trouble = [f"{v['code']} ({v['path']})" for v in comparison["violations"]]
     trouble += [f"{p['side']}: {p['detail']}" for p in comparison["artifact_problems"]]
     more = f" and {len(trouble) - 3} more" if len(trouble) > 3 else ""
@@ -162,6 +164,14 @@ def _effects(row: Row, baselines: list[Row], invalid: list[str]) -> list[tuple[R
 
 
 def _why_not_beside(row: Row, baseline: Row, side: str) -> str | None:
+    """Why the effect would not be that of the change alone; None: it is."""
+    changes = {change["path"]: change["value"] for change in row.requested["intervention"]}
+    wanted = baseline.requested["values"] | changes
+    others = [knob for knob, value in row.requested["values"].items() if value != wanted[knob]]
+    if others:
+        return f"another {others[0]}"
+    if "logp.backend" not in changes and row.requested["operators"] != baseline.requested["operators"]:
+        return "other operators"
     ours, theirs = (_attempt(each).materialized() for each in (row, baseline))
     return difference_of_conditions(theirs, ours, side)
 

@@ -9,7 +9,7 @@ from typing import Any
 import materialize_fixtures
 import numpy as np
 
-from libxd import canon, contract, identity, knobs, materialize, planner, tensors
+from libxd import canon, contract, identity, knobs, materialize, tensors
 from libxd.rundir import SIDES, Attempt, RunDirectory
 
 PARAMETERS = {name: canon.digest(name) for name in ("embedding", "head")}
@@ -32,11 +32,13 @@ def scored(
     dtype: str = "float32",
     strict: bool = True,
     rollout_environment: dict[str, Any] | None = None,
+    pinned: dict[str, dict[str, Any]] | None = None,
 ) -> Attempt:
     """A new attempt under `root` with both score files. rollout, training: float32 [T]; active: all, by default.
 
     dtype: whose threshold of contract `source` judges it. lengths: of the sequences; one of all tokens, by default.
-    rollout_environment: what of the rollout side's environment is another than the fixtures'.
+    rollout_environment: what of the rollout side's environment is another than the fixtures'; pinned: what of parts of
+    the identity is.
     """
     tokens = rollout.size
     arrays = {
@@ -45,15 +47,18 @@ def scored(
         "cu_seqlens": np.cumsum((0, *(lengths or (tokens,))), dtype=np.int64),
     }
     row = _row(arrays, change, repeat, source, dtype, strict)
+    for part, changed in (pinned or {}).items():
+        row["identity"][part] |= changed
+    materialize_fixtures.signed(row)
     environments = materialize_fixtures.environments(**(rollout_environment or {}))
     materialized = materialize.materialized(row, materialize_fixtures.policy(), environments)
     attempt = RunDirectory(root, row["experiment_id"]).new_attempt(row["case_id"])
     attempt.write_json("requested.json", row)
     attempt.write_json("materialized.json", materialized)
-    pinned = _identity(row)
-    attempt.write_json("identity.json", pinned)
+    expected = _identity(row)
+    attempt.write_json("identity.json", expected)
     for side, logprobs in (("rollout", rollout), ("training", training)):
-        score(attempt, side, logprobs, arrays, materialized, pinned)
+        score(attempt, side, logprobs, arrays, materialized, expected)
     return attempt
 
 
@@ -153,6 +158,7 @@ def _row(
     row = materialize_fixtures.row(change, repeat=repeat, strict=strict)
     if not change:
         row["values"] |= {"rollout.dtype": dtype, "training.compute_dtype": dtype}
+        row["baseline"] = row["values"]
     found = contract.lookup(source, "current")
     row["contract"] = {"source": found.source, "version": found.version, "digest": found.digest, "dtype": dtype}
     digests = {name: canon.digest(name) for name in identity.SEQUENCE_DIGESTS}
@@ -163,9 +169,7 @@ def _row(
         "num_sequences": arrays["cu_seqlens"].size - 1, "num_tokens": arrays["token_ids"].size,
         "num_active": int(arrays["active_mask"].sum()),
     }  # fmt: skip
-    row["case_digest"] = planner.case_digest(row)
-    row["case_id"] = f"c-{row['case_digest'][:16]}"
-    return row
+    return materialize_fixtures.signed(row)
 
 
 def _identity(row: dict[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,7 @@ def row(
         "repeat": repeat,
         "submission": "canonical",
         "strategy": "one_at_a_time",
+        "baseline": BASELINE,
         "intervention": [{"path": change[0], "value": change[1], "allow_fallback": allow_fallback}] if change else [],
         "values": values,
         "operators": {
@@ -96,9 +97,18 @@ def row(
         "executable": not missing,
         "missing": list(missing),
     }  # fmt: skip
-    made["case_digest"] = planner.case_digest(made)
-    made["case_id"] = f"c-{made['case_digest'][:16]}"
-    return made
+    if any("sequences" in reason for reason in missing):
+        made["identity"]["sequences"] |= dict.fromkeys(set(made["identity"]["sequences"]) - {"digest", "packing"})
+        made["locations"]["sequences"] = None
+    return signed(made)
+
+
+def signed(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with the digests that its content gives."""
+    row["case_digest"] = planner.case_digest(row)
+    row["case_id"] = f"c-{row['case_digest'][:16]}"
+    row["request_digest"] = planner.request_digest(row)
+    return row
 
 
 class FakeRuntime:

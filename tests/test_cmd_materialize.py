@@ -131,9 +131,9 @@ def test_the_others_go_on(run, tmp_path):
 
 
 def test_a_row_that_was_not_at_hand_is_refused(run):
-    ran = run([row(missing=("/identity/checkpoint: no such directory",))], "--runtime", "test")
+    ran = run([row(missing=("/identity/sequences: no such file",))], "--runtime", "test")
     assert (ran.status, ran.out) == (69, "")
-    assert "no such directory" in ran.err
+    assert "/identity/sequences: no such file" in ran.err
 
 
 def edited(**changes):

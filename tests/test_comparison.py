@@ -431,7 +431,7 @@ def _symlink(attempt: Attempt) -> None:
         (_symlink, 65, "symlink"),
         (lambda a: rewrite_json(a, "readback_training.json", execution_key="1" * 64), 65, "foreign-file"),
         (lambda a: rewrite_json(a, "readback_training.json", case_id="c-" + "1" * 16), 65, "foreign-file"),
-        (lambda a: rewrite_json(a, "requested.json", repeat=1), 65, "foreign-file"),
+        (lambda a: rewrite_json(a, "requested.json", repeat=1), 65, "forged-row"),
         (lambda a: a.file("identity.json").write_bytes(b'{"a": 1, "a": 2}'), 65, "duplicate-key"),
         (lambda a: a.file("materialized.json").write_bytes(b"{"), 65, "not-json"),
     ],

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from comparison_fixtures import floats, rewrite_json, rewrite_score, scored
-from materialize_fixtures import environments, policy, row
+from comparison_fixtures import floats, rewrite_score, scored
+from materialize_fixtures import SYNTHETIC, environments, policy, row
 
-from libxd import effect, materialize, schema, scores
+from libxd import canon, effect, materialize, schema, scores
 from libxd.effect import SideEffect
 from libxd.errors import Status, XdError
 
@@ -53,11 +53,15 @@ def test_other_tokens_cannot_be_set_side_by_side(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("part", "value"),
-    [("checkpoint", {"digest": "0" * 64}), ("semantics", {"temperature": 0.5}), ("tokenizer", {"policy": "plain"})],
+    [
+        ("checkpoint", {"synthetic": SYNTHETIC | {"seed": 8}, "digest": canon.digest(SYNTHETIC | {"seed": 8})}),
+        ("semantics", {"temperature": 0.5}),
+        ("tokenizer", {"id": "other"}),
+    ],
 )
 def test_another_identity_cannot_be_set_side_by_side(tmp_path: Path, part: str, value: dict) -> None:
-    base, other = (scored(tmp_path, floats(-1, -2), floats(-1, -2)) for _ in range(2))
-    rewrite_json(other, "identity.json", **{part: other.identity()[part] | value})
+    base = scored(tmp_path, floats(-1, -2), floats(-1, -2))
+    other = scored(tmp_path, floats(-1, -2), floats(-1, -2), pinned={part: value})
     with pytest.raises(XdError, match="other identity") as caught:
         effect.effect(other, base)
     assert caught.value.path == f"/identity.json/{part}"

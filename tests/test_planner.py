@@ -258,6 +258,7 @@ def forged(mutate, index=1):
 def rehash(row):
     row["case_digest"] = planner.case_digest(row)
     row["case_id"] = "c-" + row["case_digest"][:16]
+    row["request_digest"] = planner.request_digest(row)
 
 
 def test_a_row_whose_content_was_edited_is_refused():
@@ -269,7 +270,18 @@ def test_a_row_whose_content_was_edited_is_refused():
 @pytest.mark.parametrize(
     ("pointer", "item", "path"),
     [
-        ("/values/batch.size", 5, "/intervention/0/value"),
+        ("/values/batch.size", 5, "/values/batch.size"),
+        ("/intervention", [], "/values/batch.size"),
+        ("/intervention/0/value", 8, "/intervention/0/value"),
+        ("/baseline/training.sharding", "fsdp", "/values/training.sharding"),
+        ("/strategy", "pairwise", "/intervention"),
+        ("/identity/sequences/num_active", 5, "/identity/sequences/token_ids"),
+        ("/identity/sequences/token_ids", "0" * 64, "/identity/sequences/selected_ids"),
+        ("/identity/model", None, "/missing"),
+        ("/locations/checkpoint", "/nonexistent", "/locations/checkpoint"),
+        ("/locations/tokenizer", "/nonexistent", "/locations/tokenizer"),
+        ("/locations/sequences", "/nonexistent", "/locations/sequences"),
+        ("/missing", [], "/missing"),
         ("/values/rollout.tensor_parallel_size", 2, "/derived"),
         ("/contract/dtype", "float32", "/contract/dtype"),
         ("/submission", "rotated", "/submission"),
@@ -285,6 +297,23 @@ def test_a_row_that_contradicts_itself_is_refused_though_its_digest_fits(pointer
         rehash(row)
 
     assert ("forged-row", path) in forged(mutate)
+
+
+@pytest.mark.parametrize(
+    ("pointer", "item"),
+    [("/strict_fallback", False), ("/intervention/0/allow_fallback", True), ("/experiment_id", "other")],
+)
+def test_how_a_case_is_tried_is_covered_by_a_digest_of_its_own(pointer, item):
+    """Nothing else of a row would tell."""
+    assert forged(lambda row: put(row, pointer, item)) == {("forged-row", "/request_digest")}
+
+
+def test_a_baseline_is_no_intervention_that_repeats_it():
+    def mutate(row):
+        row["intervention"] = [{"path": "training.sharding", "value": "unsharded", "allow_fallback": True}]
+        rehash(row)
+
+    assert ("forged-row", "/intervention/0/value") in forged(mutate, index=0)
 
 
 def test_operators_that_contradict_the_intervention_are_refused():

@@ -143,7 +143,7 @@ def test_an_answer_is_one_wherever_its_row_was_planned(tmp_path):
         "identity": identity | {"model": None, "sequences": identity["sequences"] | unpinned},
         "derived": topology.derived(row["values"], None),
         "locations": dict.fromkeys(row["locations"]),
-        "missing": ["/identity/sequences: not at hand"],
+        "missing": ["/identity/sequences: not at hand", "/identity/model: not known"],
         "executable": False,
     }
     planner.require_sound(elsewhere, "a row of the same case")

@@ -201,7 +201,7 @@ def test_a_refused_attempt_is_refused_here_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "what"),
     [
-        (lambda a: rewrite_json(a, "requested.json", repeat=1), "repeat"),
+        (lambda a: rewrite_json(a, "requested.json", repeat=1), "requested.json#/request_digest"),
         (lambda a: rewrite_json(a, "actual.json", repeat=1), "actual.json"),
         (lambda a: rewrite_json(a, "readback_training.json", execution_key="0" * 64), "execution key"),
         (lambda a: rewrite_json(a, "readback_training.json", side="rollout"), "other side"),

@@ -250,9 +250,10 @@ def test_no_line_is_longer_than_120_columns(tmp_path: Path) -> None:
         judged(tmp_path, wide, other, change=("training.attention_backend", "flash_attention_2")),
         refused(tmp_path, ("training.attention_backend", "flash_attention_3"), "word " * 60),
     ]
-    for attempt in attempts[1:3]:
-        rewrite_json(attempt, "comparison.json", status="ZERO_ACTIVE_TOKENS")
-    lines = text(*attempts)
+    rows = [table.read(attempt) for attempt in attempts]
+    for row in rows[1:3]:
+        row.verdict = "ZERO_ACTIVE_TOKENS"
+    lines = [line for each in table.tables(rows) for line in table.lines(each)]
     assert max(map(len, lines)) <= table.WIDTH
     assert any("ZERO_ACTIVE_TOKENS" in line and "123456/123456" in line for line in lines)
     joined = "".join(line.strip() for line in lines)
@@ -282,3 +283,17 @@ def test_colour_goes_around_padded_cells(tmp_path: Path) -> None:
     painted = table.lines(made, lambda cell, what: f"<{what}>{cell}</>")
     (line,) = [line for line in painted if "<PASS>" in line]
     assert line.replace("<PASS>", "").replace("<->", "").replace("</>", "").rstrip() in plain
+
+
+def test_a_baseline_of_other_values_is_not_the_one_a_case_changes(tmp_path: Path) -> None:
+    """Two plans of one experiment, whose baselines differ: a case has an effect against its own."""
+    other = judged(tmp_path, BASE + np.float32(1), BASE, dtype="float16")
+    case = judged(tmp_path, BASE, BASE, change=("batch.size", 1))
+    rows = [table.read(each) for each in (other, case)]
+    rows[0].requested["contract"] = rows[1].requested["contract"]  # as where both dtypes have one ruler
+    lines = [line for each in table.tables(rows) for line in table.lines(each)]
+    assert row(lines, "batch.size=1")[-4:] == ["-"] * 4
+    assert "the baseline was scored with another rollout.dtype" in " ".join(lines)
+    own = judged(tmp_path, BASE, BASE)
+    lines = [line for each in table.tables([*rows, table.read(own)]) for line in table.lines(each)]
+    assert row(lines, "batch.size=1")[-4:] == ["rollout", "0", "0", "0"]
