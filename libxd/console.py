@@ -13,15 +13,16 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import click
 
-from libxd import __version__, strictjson
+from libxd import __version__, signals, streams, strictjson
 from libxd.errors import Status, XdError, of_exception
 
-_PATH_BYTES = 1 << 12  # PATH_MAX: a longer line is no path of this system
-_BLOCK = 1 << 16
+#: an option or operand that is a path; whether it can be read or written is found out, and said, where that is done
+PATH = click.Path(path_type=Path, readable=False)
 
 
 class Console:
@@ -51,17 +52,9 @@ class Console:
 
     # -- results and messages
 
-    def emit(self, line: str) -> None:
+    def emit(self, line: str | bytes) -> None:
         """One result line on stdout, at once: the next tool of a pipe waits for it. Paths leave as they came in."""
-        if sys.stdout is None:  # the caller closed it
-            raise _StdoutLost("is closed")
-        try:
-            sys.stdout.buffer.write(os.fsencode(line) + b"\n")
-            sys.stdout.buffer.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise _StdoutLost(f"cannot be written: {error.strerror}") from error
+        streams.write_line(line)
 
     def error(self, error: XdError) -> None:
         """Report a failure (a line an issue) and remember its status."""
@@ -69,10 +62,10 @@ class Console:
             if self.log_json:
                 self._log(issue.record())
             else:
-                self._say(f"{self.tool}: {issue.line()}")
+                streams.say(f"{self.tool}: {issue.line()}")
         self._failures.append(error.status)
         if os.environ.get("XD_DEBUG") == "1":
-            traceback.print_exception(error)
+            streams.say("".join(traceback.format_exception(error)).rstrip())
 
     def info(self, message: str) -> None:
         if not self.quiet:
@@ -86,18 +79,10 @@ class Console:
         if self.log_json:
             self._log({"level": level, "message": message})
         else:
-            self._say(f"{self.tool}: {message}")
+            streams.say(f"{self.tool}: {message}")
 
     def _log(self, record: dict[str, Any]) -> None:
-        self._say(json.dumps({"tool": self.tool, **record}, ensure_ascii=False))
-
-    @staticmethod
-    def _say(line: str) -> None:
-        if sys.stderr is None:
-            return
-        with contextlib.suppress(BrokenPipeError):
-            sys.stderr.write(line + "\n")
-            sys.stderr.flush()
+        streams.say(json.dumps({"tool": self.tool, **record}, ensure_ascii=False))
 
     # -- work
 
@@ -110,9 +95,10 @@ class Console:
         """
         try:
             yield
-        except (BrokenPipeError, _StdoutLost, click.ClickException, click.exceptions.Exit, click.Abort):
+        except (BrokenPipeError, streams.StdoutLost, click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
+            signals.leave_if_asked()
             failure = of_exception(error, where)
             if failure is not error:
                 failure.__cause__ = error
@@ -129,8 +115,7 @@ class Console:
         if given and given != ["-"]:
             yield from given
             return
-        for _, line in _lines(_stdin(what), _PATH_BYTES):
-            yield os.fsdecode(line)
+        yield from streams.paths(_stdin(what))
 
     def rows(self, files: Iterable[str], what: str) -> Iterator[tuple[str, bytes]]:
         """(place, line) of the JSON lines in files, or on stdin, as they come; blank lines are passed over.
@@ -142,43 +127,21 @@ class Console:
         for name in list(files) or ["-"]:
             with self.guard("stdin" if name == "-" else name):
                 if name == "-":
-                    yield from _places("stdin", _stdin(what))
+                    yield from self.rows_of_stdin(what)
                 else:
                     with open(name, "rb") as file:
-                        yield from _places(name, file)
+                        yield from streams.rows(name, file, strictjson.MAX_BYTES)
+
+    def rows_of_stdin(self, what: str) -> Iterator[tuple[str, bytes]]:
+        """`rows` of stdin alone, where one that cannot be read ends it all."""
+        return streams.rows("stdin", _stdin(what), strictjson.MAX_BYTES)
 
 
 def _stdin(what: str) -> BinaryIO:
-    if sys.stdin is None or sys.stdin.isatty():
+    file = streams.stdin()
+    if file is None:
         raise click.UsageError(f"give {what} as operands or on stdin")
-    return sys.stdin.buffer
-
-
-def _places(name: str, file: BinaryIO) -> Iterator[tuple[str, bytes]]:
-    for number, line in _lines(file, strictjson.MAX_BYTES):
-        yield f"{name}:{number}", line
-
-
-def _lines(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes]]:
-    """(number, line without its end) of the non-blank lines, each as soon as it is complete.
-
-    Of one with more than `most` bytes, most + 1 are given and the rest is read past, in constant memory.
-    """
-    number = 0
-    while line := file.readline(most + 1):
-        number += 1
-        whole = line.endswith(b"\n") or len(line) <= most
-        if line.strip():
-            yield number, line.rstrip(b"\r\n") if whole else line
-        while not whole and (rest := file.readline(_BLOCK)):
-            whole = rest.endswith(b"\n")
-
-
-class _StdoutLost(XdError):
-    """Nothing more can be said on stdout: 73, once, and the tool ends."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, status=Status.CONFLICT, code="cannot-write", where="stdout")
+    return file
 
 
 def options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,7 +195,13 @@ def entry(tool: click.Command) -> Callable[[], NoReturn]:
     """The `main` of a tool: runs it and leaves with the right status, whatever happens."""
 
     def main() -> NoReturn:
-        sys.exit(_run(tool))
+        try:
+            signals.by_exception()
+            status = _run(tool)
+            signals.by_default()
+        except signals.Ended as ended:
+            status = 128 + ended.signum
+        sys.exit(status)
 
     main.__doc__ = f"Run {tool.name}."
     return main
@@ -244,21 +213,19 @@ def _run(tool: click.Command) -> int:
         from click.shell_completion import shell_complete
 
         return shell_complete(tool, {}, str(tool.name), variable, instruction)
-    signal.signal(signal.SIGTERM, _terminated)
     context: click.Context | None = None
     try:
+        streams.require_stdout()
         with tool.make_context(tool.name, sys.argv[1:]) as context:
             tool.invoke(context)
         return _status_of(context)
     except click.exceptions.Exit as error:  # --help, --version
         return error.exit_code
     except BrokenPipeError:
-        _silence_stdout()
+        streams.silence_stdout()
         return 128 + signal.SIGPIPE
-    except (KeyboardInterrupt, click.Abort):
+    except click.Abort:
         return 128 + signal.SIGINT
-    except _Terminated as error:
-        return 128 + error.signum
     except click.UsageError as error:
         _report(
             context,
@@ -270,12 +237,13 @@ def _run(tool: click.Command) -> int:
         _report(context, tool, XdError(error.format_message(), status=Status.MISSING, code="missing"))
         return Status.MISSING
     except Exception as error:
+        signals.leave_if_asked()
         failure = of_exception(error)
         if failure is not error:
             failure.__cause__ = error
         _report(context, tool, failure)
-        if isinstance(error, OSError | _StdoutLost):
-            _silence_stdout()
+        if isinstance(error, OSError | streams.StdoutLost):
+            streams.silence_stdout()
         return _status_of(context) or failure.status
 
 
@@ -287,18 +255,3 @@ def _status_of(context: click.Context | None) -> int:
 def _report(context: click.Context | None, tool: click.Command, error: XdError) -> None:
     console = context.obj if context is not None and isinstance(context.obj, Console) else None
     (console or Console(tool.name or "xd", log_json="--log-json" in sys.argv)).error(error)
-
-
-class _Terminated(BaseException):
-    def __init__(self, signum: int) -> None:
-        self.signum = signum
-
-
-def _terminated(signum: int, _frame: Any) -> NoReturn:
-    raise _Terminated(signum)
-
-
-def _silence_stdout() -> None:
-    """Keep the interpreter's own flush at exit from complaining about a stdout that takes nothing more."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

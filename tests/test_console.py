@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import venv
 
 import pytest
 
@@ -16,7 +17,7 @@ from libxd.errors import Status, XdError, XdErrors
 
 TOOL = """
 import errno, os, sys, time
-from libxd import console, strictjson
+from libxd import console, streams, strictjson
 from libxd.errors import XdError
 
 def fail(word):
@@ -53,6 +54,7 @@ def cli(console, words, rows, unguarded):
                 time.sleep(60)
             console.emit(word)
 
+streams.make_sound()
 console.entry(cli)()
 """.replace("@console_argument", "@__import__('click').argument('words', nargs=-1)")
 
@@ -261,13 +263,17 @@ def environment_at(place, text):
 
 
 WITH = f'exec {sys.executable} "$@"'
-#: an interpreter that finds nothing but the standard library
-WITHOUT = f'exec {sys.executable} -S -E "$@"'
+
+
+def bare_environment_at(place):
+    """A virtual environment with nothing installed."""
+    venv.create(place, with_pip=False, symlinks=True)
+    return str(place)
 
 
 def test_a_stub_finds_an_interpreter_that_has_libxd(checkout, tmp_path):
     """$XD_PYTHON, the active environment, the checkout's own; an unrelated active environment is not in the way."""
-    unrelated, active = environment_at(tmp_path / "unrelated", WITHOUT), environment_at(tmp_path / "active", WITH)
+    unrelated, active = bare_environment_at(tmp_path / "unrelated"), environment_at(tmp_path / "active", WITH)
     assert checkout(VIRTUAL_ENV=active).stdout.startswith("xd-plan ")
     assert checkout(XD_PYTHON=sys.executable, VIRTUAL_ENV=unrelated).stdout.startswith("xd-plan ")
     assert checkout(VIRTUAL_ENV=unrelated).returncode == 70
@@ -281,10 +287,10 @@ def test_a_stub_finds_an_interpreter_that_has_libxd(checkout, tmp_path):
 @pytest.mark.parametrize("named", ["XD_PYTHON", "VIRTUAL_ENV", ""])
 @pytest.mark.parametrize("there", [True, False])
 def test_no_interpreter_with_libxd_is_one_line_and_70(checkout, tmp_path, named, there):
-    place = environment_at(tmp_path / "unrelated", WITHOUT) if there else str(tmp_path / "unrelated")
+    place = bare_environment_at(tmp_path / "unrelated") if there else str(tmp_path / "unrelated")
     environment = {"XD_PYTHON": f"{place}/bin/python", "VIRTUAL_ENV": place}
     if there:
-        environment_at(checkout.place / ".venv", WITHOUT)
+        bare_environment_at(checkout.place / ".venv")
     done = checkout(**({named: environment[named]} if named else {}))
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (70, "", 1)
     assert done.stderr.startswith("xd-plan: ") and "make setup" in done.stderr

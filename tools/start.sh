@@ -12,4 +12,14 @@ if ! command -v -- "$python" > /dev/null; then
     echo "xd-$tool: $python: no interpreter there (run \`make setup\`, or name one in XD_PYTHON)" >&2
     exit 70
 fi
-exec "$python" "$root/tools/start.py" "$own" "$tool" "$@"
+if [ -d /dev/stdin ]; then # of which an interpreter would make a fatal error, and status 1
+    echo "xd-$tool: stdin: is a directory" >&2
+    exit 66
+fi
+block= # Ctrl-C waits until start.py is ready for it
+case $python in
+*=*) ;; # env would set a variable
+*) if env --block-signal=INT true 2> /dev/null; then block='env --block-signal=INT'; fi ;;
+esac
+# shellcheck disable=SC2086 # words
+exec $block "$python" -S "$root/tools/start.py" "$own" "$tool" "$@"

@@ -6,6 +6,7 @@ line, not the interpreter's traceback and 1.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -18,6 +19,10 @@ TOOLS = ("rollout", "plan", "resume", "materialize", "score", "compare", "seal")
 def run(tool: str) -> NoReturn:
     """Run the tool `xd-<tool>` with this process's arguments."""
     try:
+        from libxd import signals, streams
+
+        signals.by_default()
+        streams.make_sound()
         module = importlib.import_module(f"libxd.cmd.{tool}")
     except KeyboardInterrupt:
         sys.exit(130)
@@ -25,7 +30,9 @@ def run(tool: str) -> NoReturn:
         if os.environ.get("XD_DEBUG") == "1":
             raise
         what = " ".join(f"{type(error).__name__}: {error}".split())
-        sys.stderr.write(f"xd-{tool}: cannot be imported: {what} (run `make setup`, or install the package again)\n")
+        line = f"xd-{tool}: cannot be imported: {what} (run `make setup`, or install the package again)\n"
+        with contextlib.suppress(OSError):  # a full or closed stderr
+            os.write(2, line.encode(errors="backslashreplace"))
         sys.exit(70)
     module.main()
 

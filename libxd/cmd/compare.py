@@ -101,7 +101,7 @@ def _judge(console: Console, attempts: Iterator[tuple[str, Attempt | None]], as_
             result = comparison.compare(attempt)
             verdicts[-1] = result["status"]
             console.debug(f"{path}: {result['status']}")
-            console.emit(canon.dumps(result).decode() if as_json else path)
+            console.emit(canon.dumps(result) if as_json else path)
     return set(verdicts) == {"PASS"}
 
 
@@ -114,7 +114,7 @@ def _against(console: Console, attempts: Iterator[tuple[str, Attempt | None]], a
             continue
         with console.guard(path):
             line = schema.validate("effect", effect.effect(attempt, other), path)
-            console.emit(canon.dumps(line).decode())
+            console.emit(canon.dumps(line))
 
 
 def _table(console: Console, attempts: Iterator[tuple[str, Attempt | None]], plan: str | None) -> bool:

@@ -25,7 +25,7 @@ xd-materialize --runs runs --runtime-rollout vllm --python-rollout venv-vllm/bin
 
 @console.command("xd-materialize", EXAMPLES)
 @click.argument("rows", nargs=-1, metavar="[FILE]...")
-@click.option("--runs", required=True, type=click.Path(path_type=Path), help="The directory of all runs.")
+@click.option("--runs", required=True, type=console.PATH, help="The directory of all runs.")
 @policy_options()
 def cli(console: Console, rows: tuple[str, ...], runs: Path, policy: Policy) -> None:
     """Read plan rows (files or stdin), take a new attempt for each and print its path.

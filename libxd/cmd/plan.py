@@ -19,8 +19,8 @@ xd-plan experiments/smollm2.json --runs runs --repeats 3
 
 
 @console.command("xd-plan", EXAMPLES)
-@click.argument("experiment", metavar="CONFIG", type=click.Path(path_type=Path))
-@click.option("--runs", type=click.Path(path_type=Path),
+@click.argument("experiment", metavar="CONFIG", type=console.PATH)
+@click.option("--runs", type=console.PATH,
               help="Put the plan into DIR/<experiment id>/, too, and point plan.jsonl there at it.", metavar="DIR")
 @click.option("--repeats", type=click.IntRange(0, 1000), default=0, show_default=True,
               help="Score the baseline this many times more, for the noise floor.")
@@ -39,7 +39,7 @@ def cli(console: Console, experiment: Path, runs: Path | None, repeats: int, rep
     if runs is not None:
         console.debug(f"plan in {planner.publish_plan(runs, loaded, encoded)}")
     for line in encoded:
-        console.emit(line.decode())
+        console.emit(line)
 
 
 main = console.entry(cli)

@@ -25,7 +25,7 @@ xd-plan experiments/s0.json | xd-resume --runs runs --answers | xd-compare --tab
 
 @console.command("xd-resume", EXAMPLES)
 @click.argument("rows", nargs=-1, metavar="[FILE]...")
-@click.option("--runs", required=True, type=click.Path(path_type=Path), help="The directory of all runs.")
+@click.option("--runs", required=True, type=console.PATH, help="The directory of all runs.")
 @policy_options(required=False)
 @click.option(
     "--answers",
@@ -35,7 +35,7 @@ xd-plan experiments/s0.json | xd-resume --runs runs --answers | xd-compare --tab
 )
 @click.option(
     "--groups",
-    type=click.Path(path_type=Path),
+    type=console.PATH,
     help="Write the pending rows into DIR, a file for all that can share engines, and print these paths.",
 )
 @click.option("--exit-code", is_flag=True, help="Answer 1 when work is left.")
@@ -74,7 +74,7 @@ def cli(
                     console.emit(str(found.attempt))
             elif found.state == "pending":
                 if groups is None:
-                    console.emit(line.decode())
+                    console.emit(line)
                 else:
                     grouped.setdefault(materialize.group(plan), []).append(row)
     if groups is not None:

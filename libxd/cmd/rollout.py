@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class _Number(click.FloatRange):
 @console.command("xd-rollout", EXAMPLES)
 @click.argument("files", nargs=-1, metavar="[FILE]...")
 @click.option("--model", required=True, help="Checkpoint directory, or the runtime's own name for a model.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="The sequences file to write.")
+@click.option("--out", required=True, type=console.PATH, help="The sequences file to write.")
 @click.option("--runtime", default="hf", show_default=True, help="Which runtime samples.")
 @click.option("--samples", type=click.IntRange(1, 4096), default=1, show_default=True, help="Samples a prompt.")
 @click.option("--max-new-tokens", type=click.IntRange(1, 1 << 20), default=128, show_default=True,
@@ -85,13 +85,12 @@ def cli(console: Console, files: tuple[str, ...], model: str, out: Path, runtime
     console.emit(str(out))
 
 
-def _lines(console: Console, files: tuple[str, ...]) -> Iterator[tuple[str, bytes | str]]:
-    if not files or files == ("-",):
-        lines: Iterable[str] = console.operands((), "prompts")
-        yield from ((f"stdin:{number}", line) for number, line in enumerate(lines, 1))
-        return
-    for file in files:
-        yield from prompts.rows(strictjson.read_bytes(file), file)
+def _lines(console: Console, files: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
+    for file in files or ("-",):
+        if file == "-":
+            yield from console.rows_of_stdin("prompts")
+        else:
+            yield from prompts.rows(strictjson.read_bytes(file), file)
 
 
 def _check_place(out: Path) -> None:

@@ -42,7 +42,7 @@ def cli(
     if describe:
         if attempts or side:
             raise click.UsageError("--describe takes neither --side nor attempts")
-        console.emit(canon.dumps(environment.of(python)).decode())
+        console.emit(canon.dumps(environment.of(python)))
         return
     if side is None:
         raise click.UsageError("say which side: --side rollout or --side training")

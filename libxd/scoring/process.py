@@ -33,17 +33,25 @@ class ChildDied(Exception):
 
     @property
     def by_signal(self) -> bool:
-        return self.returncode < 0
+        return self._signum > 0
+
+    @property
+    def _signum(self) -> int:
+        """The signal that ended it: by itself, or caught and told as a shell would, by 128 + N; 0: none did."""
+        if self.returncode < 0:
+            return -self.returncode
+        told = self.returncode - 128
+        return told if told in set(signal.Signals) else 0
 
     @property
     def how(self) -> str:
         """`was killed by SIGKILL`, or `ended with status 3`."""
-        if self.returncode >= 0:
+        if not self.by_signal:
             return f"ended with status {self.returncode}"
         try:
-            return f"was killed by {signal.Signals(-self.returncode).name}"
+            return f"was killed by {signal.Signals(self._signum).name}"
         except ValueError:
-            return f"was killed by signal {-self.returncode}"
+            return f"was killed by signal {self._signum}"
 
 
 class Chatter:
@@ -52,6 +60,7 @@ class Chatter:
     def __init__(self, stream: Any, follow: Callable[[str], None] | None) -> None:
         self._lines: deque[str] = deque(maxlen=CHATTER_LINES)
         self._follow = follow
+        self._stream = stream
         self._thread = threading.Thread(target=self._drain, args=(stream,), daemon=True)
         self._thread.start()
 
@@ -66,6 +75,12 @@ class Chatter:
     def forget(self) -> None:
         """Drop what was said so far."""
         self._lines.clear()
+
+    def close(self) -> None:
+        """Give the stream back, unless a rank that outlives the child holds its other end."""
+        self._thread.join(timeout=1.0)
+        if not self._thread.is_alive():
+            self._stream.close()
 
     def last(self, ended: bool) -> list[str]:
         """What was said since `forget`; of a child that ended, to the last word."""
@@ -162,6 +177,11 @@ class Child:
                 self._process.wait(TERM_TIMEOUT_S)
         self._signal(signal.SIGKILL)
         self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # what was not yet written
+            self._process.stdin.close()
+        self._answers.close()
+        self.chatter.close()
 
     def _signal(self, signum: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,0 +1,56 @@
+"""Ctrl-C and SIGTERM end a tool by an exception, so that nothing temporary stays behind, and without a word."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any, NoReturn
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_received = 0
+
+
+class Ended(KeyboardInterrupt):
+    """A signal asked for the end; the exit status is 128 + signum."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+def by_default() -> None:
+    """Let them kill the process: while there is nothing to clean up yet, and when there is nothing any more."""
+    _handle(signal.SIG_DFL)
+
+
+def by_exception() -> None:
+    """The first one raises Ended in the main thread; another, meanwhile, kills the process."""
+    sys.unraisablehook = _unraisable
+    _handle(_raise)
+
+
+def leave_if_asked() -> None:
+    """Raise Ended if a signal came, whatever became of its exception: a library may have made another of it."""
+    if _received:
+        raise Ended(_received)
+
+
+def _handle(handler: Any) -> None:
+    for signum in _SIGNALS:
+        if signal.getsignal(signum) != signal.SIG_IGN:  # a shell's background job, or nohup
+            signal.signal(signum, handler)
+
+
+def _raise(signum: int, _frame: Any) -> NoReturn:
+    global _received
+    _received = signum
+    by_default()
+    raise Ended(signum)
+
+
+def _unraisable(unraisable: Any) -> None:
+    """Raised where nothing can catch it, as in a destructor: the work would go on as if nobody had asked."""
+    if isinstance(unraisable.exc_value, Ended):
+        os.kill(os.getpid(), unraisable.exc_value.signum)
+    sys.__unraisablehook__(unraisable)
