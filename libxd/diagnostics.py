@@ -49,7 +49,9 @@ def _holds(grid: str, values: np.ndarray) -> bool:
         with np.errstate(over="ignore"):
             return bool((values.astype(np.float16).astype(np.float32) == values).all())
     scale = 10.0 ** int(grid.removeprefix("decimal_"))
-    if 4 * float(np.spacing(np.abs(values).max())) > 1 / scale:
+    with np.errstate(over="ignore"):  # beyond the largest float32 there is no next
+        spacing = float(np.spacing(np.abs(values).max()))
+    if 4 * spacing > 1 / scale:
         return False
     points = np.rint(values.astype(np.float64) * scale) / scale
     return bool((points.astype(np.float32) == values).all())
@@ -69,11 +71,11 @@ class KullbackLeibler:
         self._k3: list[float] = []
 
     def add(self, differences: np.ndarray) -> None:
-        """Take in finite float32 differences [N]."""
+        """Take in float32 differences [N] of finite logprobs; they themselves may be beyond float32."""
         squares, terms = [], []
         for start in range(0, differences.size, self._CHUNK):
             d = differences[start : start + self._CHUNK].astype(np.float64)
-            with np.errstate(over="ignore"):
+            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite then has no estimate
                 squares.append(tree_sum(d * d))
                 terms.append(tree_sum(expm1_minus(d)))
         self._squares.append(_fsum(squares))

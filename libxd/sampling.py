@@ -86,7 +86,8 @@ def draw(logits: np.ndarray, temperature: float, top_p: float, number: float) ->
     """
     import numpy as np
 
-    weights = np.exp((logits.astype(np.float64) - np.float64(logits.max())) / temperature)
+    with np.errstate(over="ignore"):  # so cold that others than the most probable have no chance
+        weights = np.exp((logits.astype(np.float64) - np.float64(logits.max())) / temperature)
     if top_p < 1.0:
         order = np.argsort(-weights, kind="stable")
         mass = np.cumsum(weights[order])

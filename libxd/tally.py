@@ -70,5 +70,6 @@ class Tally:
         self.sequence_active[first:last] += counts
         some = np.flatnonzero(counts)  # reduceat knows no empty segment
         if some.size:
-            self.sequence_sum_signed[first + some] += np.add.reduceat(differences, edges[some])
-            self.sequence_sum_absolute[first + some] += np.add.reduceat(np.abs(differences), edges[some])
+            with np.errstate(invalid="ignore"):  # of opposite infinities there is no sum
+                self.sequence_sum_signed[first + some] += np.add.reduceat(differences, edges[some])
+                self.sequence_sum_absolute[first + some] += np.add.reduceat(np.abs(differences), edges[some])
