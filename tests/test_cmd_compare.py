@@ -197,3 +197,18 @@ def test_questions_that_exclude_one_another_are_usage(xd, options: list[str]) ->
     ran = xd("xd-compare", *options, "attempt")
     assert ran.status == 2
     assert len(ran.err.splitlines()) == 1
+
+
+LARGEST = np.finfo(np.float32).max
+
+
+@pytest.mark.parametrize("pair", [(LARGEST, -LARGEST), (LARGEST, 1e38), (-1e38, -LARGEST), (1e-45, -1e-45), (-800, -1)])
+def test_numbers_at_the_ends_of_float32_are_judged_without_a_warning(xd, tmp_path: Path, pair) -> None:
+    """Both signs of the difference in one sequence, so that sums meet opposite infinities."""
+    one, other = floats(-1, *pair, -2), floats(-1, *reversed(pair), -2)
+    attempt, baseline = scored(tmp_path, one, other), scored(tmp_path, floats(-1, -1, -1, -2), floats(-1, -1, -1, -2))
+    strict = {"PYTHONWARNINGS": "error"}
+    for words in ((), ("--against", baseline), ("--table",)):
+        ran = xd("xd-compare", *words, baseline, attempt, env=strict)
+        assert (ran.status, ran.err) == (0, ""), words
+    assert attempt.comparison()["status"] == ("PASS" if pair[0] == 1e-45 else "MISMATCH")

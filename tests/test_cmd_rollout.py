@@ -296,3 +296,25 @@ def test_the_real_model_samples_and_its_logprobs_are_those_of_one_pass(xd, root,
         assert np.abs(one_pass - seen)[active].max() < tolerances.DECODE_AGAINST_ONE_PASS_FLOAT32_NATS
         shifted = logprobs[:-1].gather(1, (ids[1:, None] + 1) % logprobs.shape[1])[:, 0].numpy()
         assert np.abs(shifted - seen)[active].min() > tolerances.DECODE_AGAINST_ONE_PASS_FLOAT32_NATS
+
+
+def test_a_prompt_on_stdin_may_be_long_and_is_named_by_its_physical_line(rollout, xd, tmp_path):
+    """As in a file: blank lines count, and a prompt is no path, that would end at 4096 bytes."""
+    long = json.dumps({"id": "long", "text": " ".join(["3"] * 20) + " " * 6000})
+    assert rollout(long + "\n", "--max-new-tokens", 2).status == 0
+    rows = f"\n{long}\n \n\nnonsense\n"
+    from_file = rollout(rows).err
+    place = {"PYTHONPATH": f"{tmp_path / 'site'}{os.pathsep}{HERE}"}
+    words = ("--runtime", "toy", "--model", "toy-1", "--max-new-tokens", "2", "--out")
+    from_stdin = xd("xd-rollout", *words, "other.safetensors", stdin=rows, env=place)
+    assert from_file.startswith("xd-rollout: prompts.jsonl:5: ")
+    assert (from_stdin.status, from_stdin.err) == (65, from_file.replace("prompts.jsonl", "stdin"))
+    good = xd("xd-rollout", "-", *words, "out.safetensors", stdin=long, env=place)
+    assert (good.status, good.err.endswith("the same file was there already\n")) == (0, True)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300])
+def test_the_coldest_draw_takes_the_most_probable_without_a_warning(temperature):
+    logits = np.array([-3e38, 1, 2, 3e38], np.float32)
+    assert {sampling.draw(logits, temperature, p, number) for p in (1.0, 0.5) for number in (0.0, 0.999)} == {3}

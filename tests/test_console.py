@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -152,6 +153,41 @@ def test_a_bad_row_costs_no_other_row(tool, tmp_path, stdin):
 def test_a_folder_for_a_file_of_rows_is_66(tool, tmp_path):
     done = tool("--rows", tmp_path)
     assert (done.returncode, len(done.stderr.splitlines())) == (66, 1)
+
+
+def unprivileged():
+    """Take from root what lets it read and write whatever it likes (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH)."""
+    for capability in (1, 2):
+        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP; refused to those who have nothing to lose
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="capabilities are Linux's")
+def test_a_place_without_permission_is_66_to_read_and_73_to_write(xd, tmp_path, root):
+    """Whatever the option or operand is called: the command line was in order, so never 2."""
+    locked, config, row = tmp_path / "locked", tmp_path / "config.json", tmp_path / "row"
+    locked.mkdir()
+    shutil.copy(root / "experiments" / "s0.json", config)
+    row.write_text(xd("xd-plan", "-q", root / "experiments" / "s0.json").out.splitlines()[0] + "\n")
+    policy = ("--runtime", "cpu-smoke", "--allow-smoke-operators")
+    config.chmod(0)
+    locked.chmod(0)
+    for words, status in (
+        (("xd-plan", config), 66),
+        (("xd-plan", root / "experiments" / "s0.json", "--runs", locked), 73),
+        (("xd-materialize", *policy, "--runs", locked, row), 73),
+        (("xd-resume", *policy, "--runs", locked, row), 66),
+        (("xd-resume", *policy, "--runs", tmp_path / "none", "--groups", locked, row), 73),
+        (("xd-resume", *policy, "--runs", tmp_path / "none", config), 66),
+        (("xd-seal", locked / "s0" / "cases" / "c-0123456789abcdef" / "a0001"), 66),
+        (("xd-rollout", "--model", "none", "--out", locked / "x", row), 73),
+    ):
+        done = subprocess.run(
+            [root / "tools" / words[0], *words[1:], "-q"], capture_output=True, text=True, preexec_fn=unprivileged,
+            env={**os.environ, "XD_PYTHON": sys.executable},
+        )  # fmt: skip
+        assert (done.returncode, len(done.stderr.splitlines())) == (status, 1), (words, done.stderr)
+        assert "ermission denied" in done.stderr
+    locked.chmod(0o700)
 
 
 @pytest.mark.parametrize("stdin", [True, False])

@@ -163,11 +163,12 @@ def test_a_killed_parent_leaves_no_orphan(running):
     eventually(lambda: gone(running.child))
 
 
-def test_a_child_killed_from_outside_is_one_line_and_worth_trying_again(running, bench):
-    os.kill(running.child, signal.SIGKILL)
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])  # the second it catches, and cleans up
+def test_a_child_killed_from_outside_is_one_line_and_worth_trying_again(running, bench, signum):
+    os.kill(running.child, signum)
     out, err = running.process.communicate(timeout=PATIENCE_S)
     assert (running.process.returncode, out, len(lines(err))) == (Status.RETRY, "", 1)
-    assert "was killed by SIGKILL while scoring it; nothing was published" in err
+    assert f"was killed by {signum.name} while scoring it; nothing was published" in err
     assert bench.files(running.path) == set()
 
 
@@ -237,7 +238,9 @@ def test_a_rank_that_its_child_leaves_behind_is_ended(tmp_path, pipe):
 
 
 @pytest.mark.parametrize(("code", "how"), [(-9, "was killed by SIGKILL"), (-11, "was killed by SIGSEGV"),
-                                           (3, "ended with status 3"), (-63, "was killed by signal 63")])  # fmt: skip
+                                           (3, "ended with status 3"), (-63, "was killed by signal 63"),
+                                           (143, "was killed by SIGTERM"), (128, "ended with status 128"),
+                                           (255, "ended with status 255")])  # fmt: skip
 def test_how_a_child_died(code, how):
     assert ChildDied(code).how == how
 
