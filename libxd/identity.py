@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from libxd import canon, resolution
-from libxd.errors import XdError
+from libxd import at_hand, canon, strictjson
 from libxd.knobs import DTYPE_OF_SIDE
 from libxd.resolution import OBSERVED_DIGESTS, SEQUENCE_COUNTS, SEQUENCE_DIGESTS
 from libxd.rundir import SIDES
+from libxd.runtimes import registry
 from libxd.strictjson import pointer_to
 
 _SCHEMA_VERSION = "xd.identity.v1"
@@ -90,9 +90,14 @@ def contradictions(
 def expected(row: Mapping[str, Any], sides: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The identity.json value of a row; `sides` is that of its materialized.json.
 
-    The checkpoint is cast to each side's dtype and digested, a parameter at a time. XdError 65 when its files are not
-    those that the row was planned with.
+    The checkpoint is cast to each side's dtype and digested, a parameter at a time. XdError 65 or 66 when what the row
+    says of its files, or of a synthetic model, is not so here.
     """
+    at_hand.require(row)
+    if row["identity"]["checkpoint"]["synthetic"] is not None:
+        for side in SIDES:
+            synthetic = canon.dumps(row["identity"]["checkpoint"]["synthetic"])
+            at_hand.require_model(row["identity"]["model"], _synthetic_model(sides[side]["runtime"], synthetic))
     return {
         "schema_version": _SCHEMA_VERSION,
         "case_id": row["case_id"],
@@ -122,26 +127,20 @@ def _weights(row: Mapping[str, Any], side: str, plan: Mapping[str, Any]) -> dict
 def _file_parameters(location: str, digest: str, dtype: str) -> dict[str, str]:
     from libxd import checkpoint
 
-    _check_unchanged(location, digest)
     return checkpoint.parameter_digests(location, dtype)
-
-
-@cache
-def _check_unchanged(location: str, digest: str) -> None:
-    found = canon.digest(resolution.checkpoint_files(location))
-    if found != digest:
-        raise XdError("the checkpoint has changed since planning", code="digest-differs", where=location, found=found,
-                      expected=digest, hint="put the planned files back, or plan again")
 
 
 @cache
 def _synthetic_parameters(runtime: str, synthetic: bytes, dtype: str) -> dict[str, str] | None:
     """A runtime that makes synthetic models says what they hold; another one has none to score."""
-    from libxd import strictjson
-    from libxd.runtimes import registry
-
     digests = getattr(registry.load(runtime), "synthetic_parameters", None)
     return digests(strictjson.loads(synthetic, runtime), dtype) if digests else None
+
+
+@cache
+def _synthetic_model(runtime: str, synthetic: bytes) -> dict[str, int]:
+    sizes = getattr(registry.load(runtime), "synthetic_model", None)
+    return sizes(strictjson.loads(synthetic, runtime)) if sizes else {}
 
 
 def held_weights(weights: Mapping[str, Any] | None, not_parameters: Iterable[str]) -> dict[str, str] | None:

@@ -218,14 +218,22 @@ def _model(declared: dict[str, Any] | None, result: Resolution) -> dict[str, int
 
 def _config_facts(result: Resolution) -> dict[str, int]:
     try:
-        config = strictjson.load(Path(result.locations["checkpoint"]) / "config.json")
+        return model_facts(result.locations["checkpoint"])
     except XdError as error:
-        result.issues.append(XdError(error.line(), status=error.status, code=error.code, where=result.where,
-                                     path="/identity/checkpoint/path"))
+        result.issues += [XdError(issue.line(), status=issue.status, code=issue.code, where=result.where,
+                                  path="/identity/checkpoint/path") for issue in error.issues]  # fmt: skip
         return {}
-    facts = {name: config.get(name) for name in MODEL_FACTS} if isinstance(config, dict) else {}
-    if facts.get("num_key_value_heads") is None:  # without grouped-query attention it is left out
-        facts["num_key_value_heads"] = facts.get("num_attention_heads")
+
+
+def model_facts(directory: str | os.PathLike[str]) -> dict[str, int]:
+    """MODEL_FACTS as far as a checkpoint's config.json says them. XdError 66 or 65."""
+    path = Path(directory) / "config.json"
+    config = strictjson.load(path)
+    if not isinstance(config, dict):
+        raise XdError("a model's config is a JSON object", code="bad-checkpoint", where=str(path), found=config)
+    facts = {name: config.get(name) for name in MODEL_FACTS}
+    if facts["num_key_value_heads"] is None:  # without grouped-query attention it is left out
+        facts["num_key_value_heads"] = facts["num_attention_heads"]
     return {name: value for name, value in facts.items() if type(value) is int and value > 0}
 
 

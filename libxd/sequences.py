@@ -1,14 +1,15 @@
 """Frozen sequences: the tokens that every case of an experiment scores, in one flat array over all of them.
 
 T tokens of B sequences; sequence i is cells cu_seqlens[i] : cu_seqlens[i + 1]. `identity` reads a file without numpy,
-for planning; `read` checks every value, for scoring.
+for planning; `read` gives its arrays, for scoring. Both check every value.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
-import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -90,26 +91,28 @@ def write(path: str | os.PathLike[str], sequences: Sequences) -> bool:
 
 
 def identity(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The "sequences" object of a resolved identity: digests and counts. Needs no numpy.
-
-    Looks at shapes, boundaries and masks; ids and logprobs are for `read` to check.
-    """
+    """The "sequences" object of a resolved identity: digests and counts. Checks what `read` does. Needs no numpy."""
     with TensorFile(path) as file:
         _check_layout(file)
         schema.validate("sequences_metadata", file.metadata, f"{path} (header key xd)")
-        _check_boundaries(_unpack(file, "cu_seqlens"), file.shape("token_ids")[0], str(path))
-        digests = tensor_digests(**{name: file.raw(name) for name in _PINNED})
-        active = bytes(file.raw("active_mask"))
-        for name in ("active_mask", "attention_mask"):
-            if bytes(file.raw(name)).translate(None, b"\0\1"):
-                raise _bad(str(path), name, "a bool tensor holds bytes other than 0 and 1")
-        return digests | {
-            "digest": digest(digests),
-            "num_sequences": file.shape("cu_seqlens")[0] - 1,
-            "num_tokens": len(active),
-            "num_active": active.count(1),
-            "packing": PACKING,
-        }
+        _check_values({name: file.raw(name) for name in LAYOUT}, str(path))
+        return _identity({name: file.raw(name) for name in LAYOUT})
+
+
+def identity_of(sequences: Sequences) -> dict[str, Any]:
+    """What `identity` gives of a file with these arrays."""
+    return _identity({name: tensors.raw_bytes(getattr(sequences, name)) for name in LAYOUT})
+
+
+def _identity(raw: Mapping[str, memoryview]) -> dict[str, Any]:
+    digests = tensor_digests(**{name: raw[name] for name in _PINNED})
+    return digests | {
+        "digest": digest(digests),
+        "num_sequences": len(raw["prompt_lens"]) // 4,
+        "num_tokens": len(raw["active_mask"]),
+        "num_active": bytes(raw["active_mask"]).count(1),
+        "packing": PACKING,
+    }
 
 
 def header(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -141,45 +144,70 @@ def digest(digests: dict[str, str]) -> str:
 
 def validate(sequences: Sequences, where: str) -> None:
     """XdError 65 unless the arrays are what the class says and agree with one another."""
-    import numpy as np
-
     for name, (dtype, length) in LAYOUT.items():
         array = getattr(sequences, name)
         wanted = {"T": sequences.num_tokens, "B": sequences.num_sequences, "B+1": sequences.num_sequences + 1}[length]
         if array.dtype.name != dtype or array.shape != (wanted,):
             raise _bad(where, name, "another dtype or shape", found=f"{array.dtype.name} {list(array.shape)}",
                        expected=f"{dtype} [{wanted}]")  # fmt: skip
-    _check_boundaries(sequences.cu_seqlens.tolist(), sequences.num_tokens, where)
-    starts, lengths = sequences.cu_seqlens[:-1], np.diff(sequences.cu_seqlens)
-    within = np.arange(sequences.num_tokens) - np.repeat(starts, lengths)  # [T] index inside the own sequence
-    prompts = np.repeat(sequences.prompt_lens, lengths)
-    active = sequences.active_mask
-    for name, what, bad in (
-        ("token_ids", "an id is negative", sequences.token_ids < 0),
-        ("positions", "a position is negative", sequences.positions < 0),
-        ("prompt_index", "a prompt number is negative", sequences.prompt_index < 0),
-        ("prompt_lens", "a prompt is empty or longer than its sequence",
-         (sequences.prompt_lens < 1) | (sequences.prompt_lens > lengths)),
-        ("active_mask", "a sequence's first token is active, but nothing comes before it", active & (within == 0)),
-        ("active_mask", "a prompt token is active", active & (within < prompts)),
-        ("active_mask", "a token outside the attention mask is active", active & ~sequences.attention_mask),
-        ("logprobs", "the logprob of an active token is not finite", active & ~np.isfinite(sequences.logprobs)),
-    ):  # fmt: skip
-        if bad.any():
-            index = int(np.argmax(bad))
-            raise _bad(where, f"{name}/{index}", what, found=str(getattr(sequences, name)[index]))
-    _check_shared_prompts(sequences, where)
+    _check_values({name: tensors.raw_bytes(getattr(sequences, name)) for name in LAYOUT}, where)
 
 
-def _check_shared_prompts(sequences: Sequences, where: str) -> None:
+def _check_values(raw: Mapping[str, memoryview], where: str) -> None:
+    """XdError 65 unless tensors of the right dtypes and shapes, as little-endian bytes, agree with one another.
+
+    The one check of a file, for planning, which has no numpy, as for scoring.
+    """
+    for name in ("active_mask", "attention_mask"):
+        if bytes(raw[name]).translate(None, b"\0\1"):
+            raise _bad(where, name, "a bool tensor holds bytes other than 0 and 1")
+    token_ids, active, attention = raw["token_ids"], bytes(raw["active_mask"]), bytes(raw["attention_mask"])
+    boundaries, prompt_lens = _values(raw, "cu_seqlens").tolist(), _values(raw, "prompt_lens")
+    _check_boundaries(boundaries, len(active), where)
+    for name, what in (
+        ("token_ids", "an id is negative"),
+        ("positions", "a position is negative"),
+        ("prompt_index", "a prompt number is negative"),
+    ):
+        values = _values(raw, name)
+        if min(values) < 0:
+            index = next(index for index, value in enumerate(values) if value < 0)
+            raise _bad(where, f"{name}/{index}", what, found=str(values[index]))
+    for sequence, (begin, end) in enumerate(itertools.pairwise(boundaries)):
+        if not 1 <= prompt_lens[sequence] <= end - begin:
+            raise _bad(where, f"prompt_lens/{sequence}", "a prompt is empty or longer than its sequence",
+                       found=str(prompt_lens[sequence]))  # fmt: skip
+        index = active.find(1, begin, begin + prompt_lens[sequence])
+        if index >= 0:
+            what = "a prompt token" if index > begin else "a sequence's first token, which nothing comes before,"
+            raise _bad(where, f"active_mask/{index}", f"{what} is active")
+    outside = int.from_bytes(active, "little") & ~int.from_bytes(attention, "little")
+    if outside:
+        raise _bad(where, f"active_mask/{(outside.bit_length() - 1) // 8}",
+                   "a token outside the attention mask is active")  # fmt: skip
+    logprobs = _values(raw, "logprobs")
+    if not all(map(math.isfinite, itertools.compress(logprobs, active))):
+        index = next(i for i, value in enumerate(logprobs) if active[i] and not math.isfinite(value))
+        raise _bad(where, f"logprobs/{index}", "the logprob of an active token is not finite",
+                   found=str(logprobs[index]))  # fmt: skip
+    _check_shared_prompts(token_ids, boundaries, prompt_lens, _values(raw, "prompt_index"), where)
+
+
+def _values(raw: Mapping[str, memoryview], name: str) -> memoryview:
+    """A tensor's numbers, as Python's; the files are little-endian, as are the machines that xd runs on."""
+    return raw[name].cast({"int64": "q", "int32": "i", "float32": "f"}[LAYOUT[name][0]])
+
+
+def _check_shared_prompts(
+    token_ids: memoryview, boundaries: list[int], prompt_lens: memoryview, prompt_index: memoryview, where: str
+) -> None:
     """Samples of one prompt begin with the same ids: a runtime may compute them once."""
     first: dict[int, bytes] = {}
-    for sequence in range(sequences.num_sequences):
-        begin = int(sequences.cu_seqlens[sequence])
-        prompt = sequences.token_ids[begin : begin + int(sequences.prompt_lens[sequence])].tobytes()
-        if first.setdefault(int(sequences.prompt_index[sequence]), prompt) != prompt:
+    for sequence, begin in enumerate(boundaries[:-1]):
+        prompt = bytes(token_ids[4 * begin : 4 * (begin + prompt_lens[sequence])])
+        if first.setdefault(prompt_index[sequence], prompt) != prompt:
             raise _bad(where, f"prompt_index/{sequence}", "two sequences of one prompt begin with other ids",
-                       found=int(sequences.prompt_index[sequence]))  # fmt: skip
+                       found=prompt_index[sequence])  # fmt: skip
 
 
 def _check_layout(file: TensorFile) -> None:
@@ -205,10 +233,6 @@ def _check_boundaries(cu_seqlens: Any, num_tokens: int, where: str) -> None:
     for index, (begin, end) in enumerate(itertools.pairwise(cu_seqlens)):
         if begin >= end:
             raise _bad(where, f"cu_seqlens/{index + 1}", "boundaries do not rise", found=[begin, end])
-
-
-def _unpack(file: TensorFile, name: str) -> tuple[int, ...]:
-    return struct.unpack(f"<{file.shape(name)[0]}q", file.raw(name))
 
 
 def _raw(name: str, value: Any) -> bytes | memoryview:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from libxd import canon, contract, identity, knobs, planner, topology
+import numpy as np
+
+from libxd import canon, contract, knobs, planner, sequences, topology
 from libxd.errors import Status, XdError
 from libxd.policy import Policy
 from libxd.runtimes.protocol import KnobRecord, SidePlan
+from libxd.sequences import Sequences
 
 BASELINE = {
     "batch.size": 4,
@@ -24,6 +27,13 @@ BASELINE = {
 }
 MODEL = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
 SYNTHETIC = {"name": "xd-test", "seed": 7}
+#: two sequences of four tokens, of which the last two are active; rows say that they lie in sequences.safetensors
+SEQUENCES = Sequences(
+    token_ids=np.arange(8, dtype=np.int32), cu_seqlens=np.array([0, 4, 8]),
+    active_mask=np.tile([False, False, True, True], 2),
+    attention_mask=np.ones(8, bool), positions=np.tile(np.arange(4, dtype=np.int32), 2),
+    prompt_lens=np.full(2, 2, np.int32), prompt_index=np.arange(2, dtype=np.int32), logprobs=np.full(8, -1, np.float32),
+)  # fmt: skip
 ENVIRONMENT = {
     "schema_version": "xd.environment.v1",
     "python": "3.12.1",
@@ -55,7 +65,6 @@ def row(
     backends = operators or dict.fromkeys(knobs.SIDES, values["logp.backend"])
     found = contract.lookup("ws1", "current")
     synthetic = {**SYNTHETIC, "seed": seed}
-    sequences = {name: canon.digest(name) for name in identity.SEQUENCE_DIGESTS}
     made = {
         "schema_version": "xd.plan_row.v1",
         "experiment_id": "test",
@@ -79,10 +88,7 @@ def row(
         "identity": {
             "checkpoint": {"digest": canon.digest(synthetic), "files": {}, "synthetic": synthetic},
             "tokenizer": {"id": "none", "policy": "token_ids", "digest": None, "files": {}},
-            "sequences": {
-                **sequences, "digest": canon.digest({**sequences, "packing": "none"}),
-                "num_sequences": 2, "num_tokens": 8, "num_active": 4, "packing": "none",
-            },
+            "sequences": sequences.identity_of(SEQUENCES),
             "semantics": {
                 "logprobs": "raw", "temperature": 1.0, "top_p": 1.0, "top_k": 0,
                 "penalties": {"repetition": 1.0, "presence": 0.0, "frequency": 0.0},

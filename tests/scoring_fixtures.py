@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import scripted_engine
-from materialize_fixtures import row
+from materialize_fixtures import row, signed
 
-from libxd import canon, planner, sequences
+from libxd import canon, sequences
 from libxd.rundir import Attempt
 from libxd.sequences import Sequences
 
@@ -58,9 +58,7 @@ class Bench:
         made["identity"]["checkpoint"] = {"digest": canon.digest(synthetic), "files": {}, "synthetic": synthetic}
         made["identity"]["sequences"] = sequences.identity(self.sequences)
         made["locations"]["sequences"] = str(self.sequences)
-        made["case_digest"] = planner.case_digest(made)
-        made["case_id"] = f"c-{made['case_digest'][:16]}"
-        return made
+        return signed(made)
 
     def materialize(self, *rows: dict[str, Any]) -> list[str]:
         """Attempt paths, relative to the place."""

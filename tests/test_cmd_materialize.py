@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from materialize_fixtures import FakeRuntime, row
+from materialize_fixtures import SEQUENCES, FakeRuntime, row, signed
 
-from libxd import canon, materialize, schema
+from libxd import canon, materialize, schema, sequences
 from libxd.rundir import Attempt
 
 HERE = Path(__file__).resolve().parent
@@ -38,6 +38,7 @@ def installed(tmp_path):
     """PYTHONPATH under which the runtimes above are installed."""
     metadata = tmp_path / "site" / "xd_test_runtimes-1.0.dist-info"
     metadata.mkdir(parents=True)
+    sequences.write(tmp_path / "sequences.safetensors", SEQUENCES)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: xd-test-runtimes\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(
         "[xd.runtimes]\ntest = materialize_fixtures:FakeRuntime\npicky = test_cmd_materialize:PickyRuntime\n"
@@ -134,6 +135,24 @@ def test_a_row_that_was_not_at_hand_is_refused(run):
     ran = run([row(missing=("/identity/sequences: no such file",))], "--runtime", "test")
     assert (ran.status, ran.out) == (69, "")
     assert "/identity/sequences: no such file" in ran.err
+
+
+@pytest.mark.parametrize("count", ["num_sequences", "num_tokens", "num_active"])
+def test_counts_are_those_of_the_file(run, tmp_path, count):
+    """No digest covers them, and a scorer would be blamed for what they say."""
+    request = row()
+    request["identity"]["sequences"][count] += 1
+    ran = run([signed(request)], "--runtime", "test")
+    assert (ran.status, ran.out) == (65, "")
+    assert f"sequences.safetensors#/{count}: the sequences have changed since planning" in ran.err
+    assert attempts(tmp_path) == []
+
+
+def test_a_file_that_is_not_there_says_from_where_it_was_looked_for(run, tmp_path):
+    (tmp_path / "sequences.safetensors").unlink()
+    ran = run([row()], "--runtime", "test")
+    assert (ran.status, ran.out) == (66, "")
+    assert "relative to where xd-plan ran" in ran.err and str(tmp_path) in ran.err
 
 
 def edited(**changes):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from materialize_fixtures import signed
 from scoring_fixtures import Bench, frozen
 
 from libxd import canon, environment, schema, sequences
@@ -92,7 +93,7 @@ def test_two_attempts_of_one_case_get_equal_scores(bench):
 
 def test_the_order_of_submission_reaches_the_engine_and_not_the_file(bench):
     row = bench.case()
-    rotated = {**bench.case(repeat=1), "submission": "rotated"}
+    rotated = signed({**bench.case(repeat=1), "submission": "rotated"})
     first, second = bench.materialize(row, rotated)
     assert bench.score(first, second).status == 0
     name = "score_rollout.safetensors"
@@ -169,7 +170,9 @@ def test_a_sealed_attempt_does_not_grow(bench):
 
 def test_an_attempt_refused_at_materialising(bench):
     row = bench.case()
-    row = {**row, "executable": False, "missing": ["/identity/sequences: not at hand"]}
+    row = signed({**row, "locations": dict.fromkeys(row["locations"]), "executable": False,
+                  "missing": ["/identity/sequences: not at hand"]})  # fmt: skip
+    row["identity"]["sequences"] |= dict.fromkeys(set(row["identity"]["sequences"]) - {"digest", "packing"})
     text = canon.dumps(row).decode() + "\n"
     ran = bench.xd("xd-materialize", "--runs", "runs", "--runtime", "scripted", stdin=text, env=bench.environment)
     assert ran.status == Status.REFUSED

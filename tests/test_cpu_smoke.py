@@ -11,7 +11,7 @@ import pytest
 import tolerances
 from smoke_fixtures import BASELINE, ROWS, RUNTIME, SEQUENCES, greatest, logprobs, opened, plan, request, row
 
-from libxd import canon, checkpoint, freezing, knobs, prompts, sampling
+from libxd import canon, checkpoint, freezing, identity, knobs, prompts, sampling
 from libxd.errors import XdError
 from libxd.runtimes.cpu_smoke import weights
 
@@ -433,3 +433,15 @@ def test_sequences_differ_in_length_and_share_prefixes():
 def test_bad_models_and_prompts_of_the_generator(model, prompt):
     with pytest.raises(XdError):
         RUNTIME.generator(model, "float32").encode(prompt)
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "num_attention_heads", "num_key_value_heads"])
+def test_sizes_that_are_not_the_synthetic_models_are_refused(name):
+    """A row's layouts are computed from them, and no digest covers them where the checkpoint has one."""
+    changed = row()
+    plans = {side: {"runtime": "cpu-smoke", "knobs": []} for side in knobs.SIDES}
+    assert identity.expected(changed, plans)["model"] == changed["identity"]["model"]
+    changed["identity"]["model"][name] *= 2
+    with pytest.raises(XdError) as caught:
+        identity.expected(changed, plans)
+    assert (caught.value.status, caught.value.path) == (65, f"/identity/model/{name}")

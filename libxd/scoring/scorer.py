@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass
 
-from libxd import resolution, strictjson
-from libxd import sequences as frozen
+from libxd import at_hand
 from libxd.errors import Status, XdError
 from libxd.operators import catalog
 from libxd.operators.session import OperatorSession
@@ -17,7 +16,6 @@ from libxd.scoring.lifecycle import Needs
 from libxd.scoring.numerics import Numerics
 from libxd.scoring.run import Run
 from libxd.scoring.task import Task
-from libxd.sequences import Sequences
 
 #: how torch and its allocators say that memory ran out
 _OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory")
@@ -52,7 +50,7 @@ class Scorer:
         materialised for), 65 for sequences that changed, 70 when the engine fails, 75 when memory runs out.
         """
         self._require_process(task.needs, reuse)
-        sequences = _sequences(task)
+        sequences = at_hand.sequences(task.requested)
         with OperatorSession(_catalog(task)) as session:
             session.resolve(self.side, task.plan["operator"])
             numerics = self._begin(task)
@@ -110,7 +108,7 @@ class Scorer:
         self.close()
         runtime = registry.load(task.plan["runtime"])
         context = EngineContext(task.identity, task.requested["locations"])
-        _require_checkpoint(task)
+        at_hand.require_checkpoint(task.requested, weights=False)
         engine = runtime.open(self.side, task.plan, context)
         self._engines += 1
         self.held = Held(engine, task.needs, self._engines)
@@ -137,40 +135,3 @@ def _catalog(task: Task) -> catalog.SemanticOperatorCatalog:
                       status=Status.REFUSED, code="stale-registry", found=found.digest,
                       expected=task.materialized["catalog"], hint="materialise the row again")
     return found
-
-
-def _require_checkpoint(task: Task) -> None:
-    """XdError 65 when what says how to compute with the weights is not what was planned with.
-
-    The weights themselves are digested in the engine. Of a checkpoint that is named by digest alone no file is known.
-    """
-    planned, location = task.identity["checkpoint"]["files"], task.requested["locations"]["checkpoint"]
-    if not planned or location is None:
-        return
-    wanted = {name: digest for name, digest in planned.items() if not resolution.holds_weights(name)}
-    found = resolution.checkpoint_files(location, weights=False)
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            raise XdError("the checkpoint has changed since planning", code="digest-differs", where=location,
-                          path=strictjson.pointer_to("", name), found=found.get(name), expected=wanted.get(name),
-                          hint="put the planned file back, or plan again")
-
-
-def _sequences(task: Task) -> Sequences:
-    """The frozen tokens. XdError 66 when they are not at hand, 65 when they are not those of the identity."""
-    path = task.requested["locations"]["sequences"]
-    if path is None:
-        raise XdError("the row does not say where its sequences are", status=Status.MISSING, code="missing",
-                      where=str(task.attempt.file("requested.json")), path="/locations/sequences")
-    sequences = frozen.read(path)
-    digests = frozen.tensor_digests(
-        sequences.token_ids, sequences.cu_seqlens, sequences.active_mask, sequences.attention_mask, sequences.positions,
-        sequences.prompt_lens,
-    )
-    for name, found in {**digests, "digest": frozen.digest(digests)}.items():
-        expected = task.identity["sequences"][name]
-        if expected != found:
-            raise XdError("the sequences have changed since planning", code="digest-differs", where=path,
-                          path=f"/{name}", found=found, expected=expected,
-                          hint="put the planned file back, or plan again")
-    return sequences

@@ -69,7 +69,6 @@ def of(synthetic: dict[str, object] | None) -> Geometry:
         raise XdError(
             "cpu-smoke scores its synthetic models only",
             code="no-such-model",
-            where="cpu-smoke",
             path="/identity/checkpoint/synthetic",
             found=synthetic,
             expected=" or ".join(GEOMETRIES),

@@ -87,6 +87,11 @@ class CpuSmoke:
 
         return weights.digests(synthetic, dtype)
 
+    def synthetic_model(self, synthetic: dict[str, Any]) -> dict[str, int]:
+        """The sizes that a row computes layouts from."""
+        shape = geometry.of(synthetic)
+        return {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab}
+
     def estimate_bytes(self, side: str, engine: dict[str, Any], locations: dict[str, Any]) -> int:
         """Weights of the largest synthetic model and the temporaries of one forward."""
         dtype = engine.get("dtype", "float32")
