@@ -76,7 +76,7 @@ for dtype in (torch.bfloat16, torch.float32):
             tiling=TILINGS[q.element_size(), head_dim],
         )
 """,
-        "_merge_kernel _plan_kernel _split_kernel",
+        "_merge_kernel _split_kernel",
     ),
 }
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_fixtures import Paged, excess, paged
-from xdkernels.jit.paged_attention import MERGE_BLOCK, launch
+from xdkernels.jit.paged_attention import FIND_BLOCK, MERGE_BLOCK, launch
 from xdkernels.paged_attention import TILINGS, paged_decode_attention
 
 SPLIT = 64
@@ -111,6 +111,15 @@ def test_bits_do_not_depend_on_company_with_window_and_softcap(device):
     out = attend(case, **options)
     for row in range(len(out)):
         assert same(attend(case.rows([row]), **options), out[row : row + 1])
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_more_sequences_than_a_program_looks_at_together(device, window):
+    case = paged([1, 64, 65, 257], heads=2, kv_heads=1, dtype=torch.float32, device=device)
+    out = attend(case, window=window)
+    rows = [row % 4 for row in range(FIND_BLOCK + 3)]
+    assert same(attend(case.rows(rows), window=window), out[rows])
+    assert not torch.equal(out[0], out[1])  # negative control: a row in another's place would show
 
 
 def test_another_split_is_another_order(device):

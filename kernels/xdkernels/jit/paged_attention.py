@@ -1,10 +1,11 @@
 """Paged decode attention in Triton: splits of the keys, then their merge. Fixed orders throughout, and no atomics.
 
-Three kernels. The first lists the work, one entry a split of a sequence; the second attends to one split of one
-key-value head an item; the third merges a row's splits. What decides a row's bits is written in the source: splits and
+Two kernels. The first attends to one split of one key-value head an item, and its programs find their items from the
+lengths themselves: a list of them would take a kernel of its own to write, and each launch is some microseconds in
+which nothing is read. The second merges a row's splits. What decides a row's bits is written in the source: splits and
 tiles of keys begin at multiples of their size counted from the first token, sums over keys are kept a lane and folded
-by index at the end of the split, and the merge folds splits by their index in the sequence. How many programs stride
-over the items, and in which order items come, decides nothing.
+by index at the end of the split, and the merge folds splits in order, MERGE_BLOCK at a time from the first that the
+window reaches. How many programs stride over the items, and in which order items come, decides nothing.
 
 Arguments whose value or alignment follows the batch (its size, the table's width, where a row begins) are kept out of
 Triton's specialisation, so that one binary serves every batch. Strides and alignment of the cache do specialise:
@@ -25,10 +26,10 @@ from xdkernels.jit.launch import multiprocessors, on_device_of
 from xdkernels.jit.tanh import tanh
 from xdkernels.paged_attention import Tiling
 
-#: entries of the work list that a program of the planning kernel handles at a time
-PLAN_BLOCK = 256
+#: lengths that a program looks at together to find its item: a warp's lanes, so that warps need not wait for each other
+FIND_BLOCK = 32
 #: splits that the merge loads at a time; part of the arithmetic, hence one constant
-MERGE_BLOCK = 16
+MERGE_BLOCK = 32
 #: rows of a tile of 16-bit operands at least: the matrix instruction's. float32 needs none, and multiplies no padding
 LEAST_ROWS = 16
 
@@ -39,38 +40,40 @@ def _first_split(length, window, SPLIT: tl.constexpr):
     return tl.maximum(length - window, 0) // SPLIT
 
 
+@triton.jit
+def _split_counts(first, context_lens, batch, window, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Splits within the window of each of BLOCK sequences from `first` on; 0 beyond the batch."""
+    sequences = first + tl.arange(0, BLOCK)
+    lengths = tl.load(context_lens + sequences, mask=sequences < batch, other=0)
+    return tl.cdiv(lengths, SPLIT) - _first_split(lengths, window, SPLIT)
+
+
+@triton.jit
+def _places(context_lens, batch, window, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Splits of all sequences. Integers, here and below: any order of summation is exact."""
+    counts = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, batch, BLOCK):
+        counts += _split_counts(first, context_lens, batch, window, SPLIT, BLOCK)
+    return tl.sum(counts)
+
+
+@triton.jit
+def _find(place, context_lens, batch, window, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+    """What is at a place among the splits of all sequences: the sequence, and how many of its splits come before."""
+    total = 0
+    sequence = 0
+    before = 0
+    for first in range(0, batch, BLOCK):
+        counts = _split_counts(first, context_lens, batch, window, SPLIT, BLOCK)
+        passed = total + tl.cumsum(counts) <= place  # false beyond the batch, where nothing is added to the last sum
+        sequence += tl.sum(passed.to(tl.int32))
+        before += tl.sum(tl.where(passed, counts, 0))
+        total += tl.sum(counts)
+    return sequence, place - before
+
+
 @triton.jit(
-    do_not_specialize=["batch", "window"],
-    do_not_specialize_on_alignment=["context_lens"],
-)
-def _plan_kernel(context_lens, items, offsets, batch, window, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    """List the splits of one sequence a program: items[slot] = (sequence, split), offsets[sequence] = its first slot.
-
-    A program adds up the split counts before its own (integers: any order is exact), so that no program waits.
-    """
-    sequence = tl.program_id(0)
-    lanes = tl.arange(0, BLOCK)
-    before = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, sequence, BLOCK):
-        valid = first + lanes < sequence
-        lengths = tl.load(context_lens + first + lanes, mask=valid, other=0)
-        before += tl.where(valid, tl.cdiv(lengths, SPLIT) - _first_split(lengths, window, SPLIT), 0)
-    begin = tl.sum(before)
-    length = tl.load(context_lens + sequence)
-    first_split = _first_split(length, window, SPLIT)
-    count = tl.cdiv(length, SPLIT) - first_split
-    tl.store(offsets + sequence, begin)
-    if sequence == batch - 1:
-        tl.store(offsets + batch, begin + count)
-    for first in range(0, count, BLOCK):
-        slots = first + lanes
-        entry = items + (begin + slots).to(tl.int64) * 2
-        tl.store(entry, tl.full((BLOCK,), 0, tl.int32) + sequence, mask=slots < count)
-        tl.store(entry + 1, first_split + slots, mask=slots < count)
-
-
-@triton.jit(
-    do_not_specialize=["table_stride", "batch", "window"],
+    do_not_specialize=["table_stride", "batch", "splits", "window"],
     do_not_specialize_on_alignment=["q", "block_tables", "context_lens"],
 )
 def _split_kernel(
@@ -79,8 +82,6 @@ def _split_kernel(
     v_cache,
     block_tables,
     context_lens,
-    items,
-    offsets,
     partial,
     maxima,
     totals,
@@ -92,6 +93,7 @@ def _split_kernel(
     v_head_stride,
     table_stride,
     batch,
+    splits,
     window,
     scale,
     softcap,
@@ -105,23 +107,25 @@ def _split_kernel(
     BLOCK_D: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    FIND: tl.constexpr,
 ):
     """Attend to splits: unnormalised output, maximum and sum of exp(x - maximum) of each, float32.
 
     Items run over key-value heads first, so that heads of the same tokens, neighbours in memory, are read together.
+    Split s of sequence b leaves its results in slot b * splits + s; of the slots, only those in use are written.
     """
     rows = tl.arange(0, BLOCK_R)
     lanes = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     row_mask = rows < GROUP
     query_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
-    total = tl.load(offsets + batch) * KV_HEADS
-    for item in range(tl.program_id(0), total, tl.num_programs(0)):
-        slot = item // KV_HEADS
+    items = _places(context_lens, batch, window, SPLIT, FIND) * KV_HEADS
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
         head = item % KV_HEADS
-        sequence = tl.load(items + slot.to(tl.int64) * 2)
-        split = tl.load(items + slot.to(tl.int64) * 2 + 1)
+        sequence, nth = _find(item // KV_HEADS, context_lens, batch, window, SPLIT, FIND)
         length = tl.load(context_lens + sequence)
+        split = _first_split(length, window, SPLIT) + nth
+        slot = sequence * splits + split
         start = tl.maximum(length - window, 0)
         begin = tl.maximum(split * SPLIT, start // BLOCK_N * BLOCK_N)
         end = tl.minimum(split * SPLIT + SPLIT, length)
@@ -166,13 +170,16 @@ def _split_kernel(
         tl.store(partial + out_rows[:, None] * HEAD_DIM + dims[None, :], acc_RD, mask=query_mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["out"])
+@triton.jit(do_not_specialize=["splits", "window"], do_not_specialize_on_alignment=["context_lens", "out"])
 def _merge_kernel(
     partial,
     maxima,
     totals,
-    offsets,
+    context_lens,
     out,
+    splits,
+    window,
+    SPLIT: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -183,8 +190,9 @@ def _merge_kernel(
     head = tl.program_id(1)
     dims = tl.arange(0, BLOCK_D)
     lanes = tl.arange(0, BLOCK_C)
-    begin = tl.load(offsets + sequence)
-    end = tl.load(offsets + sequence + 1)
+    length = tl.load(context_lens + sequence)
+    begin = sequence * splits + _first_split(length, window, SPLIT)
+    end = sequence * splits + tl.cdiv(length, SPLIT)
     m = LOWEST + 0.0
     s = 0.0
     acc_D = tl.zeros((BLOCK_D,), tl.float32)
@@ -230,26 +238,22 @@ def launch(
     if block_tables.stride(-1) != 1:
         block_tables = block_tables.contiguous()
     whole = torch.iinfo(torch.int32).max if window is None else min(window, torch.iinfo(torch.int32).max)
-    slots = batch * triton.cdiv(block_tables.shape[1] * page, split_tokens)  # at most: the lengths stay on the device
+    splits = triton.cdiv(block_tables.shape[1] * page, split_tokens)  # at most: the lengths stay on the device
+    slots = batch * splits
 
-    def work(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=q.device)
+    def work(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=q.device)
 
-    items, offsets = work(slots, 2, dtype=torch.int32), work(batch + 1, dtype=torch.int32)
-    maxima, totals = work(slots, heads, dtype=torch.float32), work(slots, heads, dtype=torch.float32)
-    partial = work(slots, heads, head_dim, dtype=torch.float32)
+    maxima, totals, partial = work(slots, heads), work(slots, heads), work(slots, heads, head_dim)
     block_d = triton.next_power_of_2(head_dim)
     strict = q.dtype == torch.float32
     with on_device_of(q):
-        _plan_kernel[(batch,)](context_lens, items, offsets, batch, whole, split_tokens, PLAN_BLOCK)
         _split_kernel[(min(slots * kv_heads, tiling.programs_per_sm * multiprocessors(q.device)),)](
             q,
             k_cache,
             v_cache,
             block_tables,
             context_lens,
-            items,
-            offsets,
             partial,
             maxima,
             totals,
@@ -257,6 +261,7 @@ def launch(
             *v_cache.stride()[:3],
             block_tables.stride(0),
             batch,
+            splits,
             whole,
             float(scale),  # an integer would be specialised on
             1.0 if softcap is None else float(softcap),
@@ -270,6 +275,7 @@ def launch(
             BLOCK_D=block_d,
             SOFTCAP=softcap is not None,
             PRECISION="ieee" if strict else "tf32",  # which says nothing to 16-bit operands
+            FIND=FIND_BLOCK,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
             maxnreg=tiling.max_registers,
@@ -279,13 +285,16 @@ def launch(
             partial,
             maxima,
             totals,
-            offsets,
+            context_lens,
             out,
+            splits,
+            whole,
+            SPLIT=split_tokens,
             HEADS=heads,
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
             BLOCK_C=MERGE_BLOCK,
-            num_warps=4,
+            num_warps=max(4, block_d // 32),
             **FUSION,
         )
     return out
