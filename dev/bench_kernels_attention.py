@@ -29,10 +29,13 @@ EXACT_ROWS = 3
 
 #: tilings to try at head dimension 128 in 16 bits. Those that share block_n must give the same bits
 VARIANTS = {
-    f"{keys:3} keys, {warps} warps, {stages} stages, {programs:3} programs": Tiling(keys, warps, stages, programs)
-    for keys, warps, stages, programs in (
-        (32, 4, 3, 32), (32, 4, 2, 32), (32, 4, 4, 32), (32, 4, 3, 5), (32, 4, 3, 10), (32, 4, 3, 128), (32, 2, 3, 32),
-        (16, 4, 4, 32), (16, 2, 4, 32), (64, 4, 3, 32), (64, 8, 3, 32), (128, 8, 2, 32),
+    f"{keys:3} keys, {warps} warps, {stages} stages, {programs:3} programs, {registers or 'any'} registers": Tiling(
+        keys, warps, stages, programs, registers
+    )
+    for keys, warps, stages, programs, registers in (
+        (32, 4, 3, 32, 96), (32, 4, 3, 32, 80), (32, 4, 3, 32, None), (32, 4, 3, 64, 96), (32, 4, 3, 128, 96),
+        (32, 4, 3, 5, 96), (32, 4, 2, 32, 96), (32, 4, 4, 32, 96), (32, 2, 3, 32, None), (16, 4, 4, 32, None),
+        (64, 4, 3, 32, None), (64, 8, 3, 32, None), (128, 8, 2, 32, None),
     )
 }  # fmt: skip
 
