@@ -17,9 +17,13 @@ dimension, padded to BLOCK_D; C the BLOCK_C splits that the merge loads at a tim
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import driver
 
 from xdkernels.jit.fold import FUSION, LOWEST, fold_sum
 from xdkernels.jit.launch import multiprocessors, on_device_of
@@ -108,12 +112,15 @@ def _split_kernel(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     FIND: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Attend to splits: unnormalised output, maximum and sum of exp(x - maximum) of each, float32.
 
     Items run over key-value heads first, so that heads of the same tokens, neighbours in memory, are read together.
     Split s of sequence b leaves its results in slot b * splits + s; of the slots, only those in use are written.
     """
+    if OVERLAP:
+        gdc_launch_dependents()  # once the last programs run, the merge's may come and wait for them
     rows = tl.arange(0, BLOCK_R)
     lanes = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
@@ -184,6 +191,7 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Merge the splits of one query head of one sequence: BLOCK_C at a time in order, folded by index within them."""
     sequence = tl.program_id(0)
@@ -196,6 +204,8 @@ def _merge_kernel(
     m = LOWEST + 0.0
     s = 0.0
     acc_D = tl.zeros((BLOCK_D,), tl.float32)
+    if OVERLAP:
+        gdc_wait()  # until every split is written
     for first in range(begin, end, BLOCK_C):
         slots = first + lanes
         valid = slots < end
@@ -212,6 +222,18 @@ def _merge_kernel(
         m = new
     row = sequence.to(tl.int64) * HEADS + head
     tl.store(out + row * HEAD_DIM + dims, acc_D / s, mask=dims < HEAD_DIM)
+
+
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether the device, the current one, launches a kernel's programs while those of the one before it end.
+
+    Programmatic dependent launch: Hopper and later.
+    """
+    if triton.knobs.runtime.interpret:
+        return False
+    target = driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 90
 
 
 def launch(
@@ -248,6 +270,7 @@ def launch(
     block_d = triton.next_power_of_2(head_dim)
     strict = q.dtype == torch.float32
     with on_device_of(q):
+        overlap = _overlaps(q.device)
         _split_kernel[(min(slots * kv_heads, tiling.programs_per_sm * multiprocessors(q.device)),)](
             q,
             k_cache,
@@ -276,6 +299,7 @@ def launch(
             SOFTCAP=softcap is not None,
             PRECISION="ieee" if strict else "tf32",  # which says nothing to 16-bit operands
             FIND=FIND_BLOCK,
+            OVERLAP=overlap,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
             maxnreg=tiling.max_registers,
@@ -294,7 +318,9 @@ def launch(
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
             BLOCK_C=MERGE_BLOCK,
+            OVERLAP=overlap,
             num_warps=max(4, block_d // 32),
+            **({"launch_pdl": True} if overlap else {}),  # the interpreter knows no such option
             **FUSION,
         )
     return out
