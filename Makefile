@@ -14,14 +14,15 @@ PYTHON ?= python3
 VENV ?= .venv
 RUNS ?= runs
 EXP ?= s0
-# These become words of make and of the shell; where the checkout stands does not matter.
-SIGNS := : = ; & | < > * ? [ ] ( ) { } ! ' " ` \ % $$ ~
-plain = $(if $(or $(filter-out 1,$(words $2)),$(strip $(foreach c,$(SIGNS),$(findstring $c,$2)))),$(error $1='$2': \
-  give one name, without spaces and signs that make or a shell reads),$2)
+# These become words of make and of the shell, so they are looked at before make itself expands them; where the checkout
+# stands does not matter. PYTHON, POLICY and ROLLOUT are commands and options by nature, and taken as they are.
+SIGNS := : = ; & | < > * ? [ ] ( ) { } ! ' " ` \ % $$ ~ \#
+plain = $(if $(or $(filter-out 1,$(words $2)),$(filter -%,$2),$(strip $(foreach c,$(SIGNS) $3,$(findstring $c,$2)))),\
+  $(error $1='$2': give one name, without spaces and signs that make or a shell reads),$2)
 unslashed = $(if $(filter %/,$1),$(call unslashed,$(patsubst %/,%,$1)),$1)
-override EXP := $(call plain,EXP,$(EXP))
-override VENV := $(call plain,VENV,$(VENV))
-override RUNS := $(call unslashed,$(call plain,RUNS,$(RUNS)))
+override EXP := $(call plain,EXP,$(value EXP),/ ..)
+override VENV := $(call plain,VENV,$(value VENV))
+override RUNS := $(call unslashed,$(call plain,RUNS,$(value RUNS)))
 MODEL := models/smollm2-135m-instruct
 
 export VIRTUAL_ENV := $(abspath $(VENV))
@@ -44,7 +45,10 @@ POLICY ?= $(or $(POLICY_$(EXP)),$(error no policy for EXP=$(EXP): give POLICY='-
 REPEATS_s0 ?= 1
 REPEATS_smollm2 ?= 1
 REPEATS_smollm2-fp32 ?= 1
-REPEATS ?= $(or $(REPEATS_$(EXP)),0)
+ifndef REPEATS
+REPEATS := $(or $(REPEATS_$(EXP)),0)
+endif
+override REPEATS := $(call plain,REPEATS,$(value REPEATS))
 
 # What an experiment needs before it can be planned.
 NEEDS_smollm2 := sequences/smollm2.safetensors
@@ -53,7 +57,8 @@ NEEDS_smollm2-fp32 := sequences/smollm2.safetensors
 # How the frozen sequences of the real model are sampled.
 ROLLOUT_smollm2 ?= --limit 8 --samples 2 --max-new-tokens 48 --temperature 1.0 --top-p 1.0 --seed 0 --batch-size 8
 
-CONFIG = experiments/$(EXP).json
+CONFIG := experiments/$(EXP).json
+override CONFIG := $(call plain,CONFIG,$(value CONFIG))
 PLAN_ROWS = $(RUNS)/$(EXP)/plan.jsonl
 # Every stage of a pipe counts; 69 (refused, unsupported) is a result, and stands in the table. A stage that was left
 # with a closed pipe (141) is not the one that failed, unless no other did.

@@ -17,15 +17,30 @@ tree() { (cd "$1" && find . -printf '%y %p\n' | sort -k 2; snapshot .); }
     done
 }
 
-@test "RUNS, EXP and VENV that make or a shell would take apart: one clear line, nothing made" {
-    for name in 'a b' 'a;touch x' "a'b" 'a"b' "a\$\$b" 'a*' 'a:b' 'a=b' ''; do
-        for variable in RUNS EXP VENV; do
-            run -2 --separate-stderr make -C "$root" "$variable=$name" compare
-            [ "$(wc -l <<< "$stderr")" = 1 ]
-            [[ "$stderr" == *"$variable='"*"give one name"* ]]
-        done
+refused() { # VARIABLE VALUE
+    run -2 --separate-stderr make -C "$root" "$1=$2" compare
+    [ "$(wc -l <<< "$stderr")" = 1 ]
+    [[ "$stderr" == *"$1='"*"give one name"* ]]
+}
+
+@test "values that make or a shell would take apart, run, or read as an option: one clear line, nothing made" {
+    for value in 'a b' 'a;touch x' "a'b" 'a"b' "a\$\$b" 'a*' 'a:b' 'a=b' '-a' '#a' "\$(shell touch $place/x)" \
+        "\$\$(touch $place/x)" "\`touch $place/x\`"; do
+        for variable in RUNS EXP VENV REPEATS CONFIG; do refused "$variable" "$value"; done
     done
-    [ ! -e "$root/x" ]
+    for variable in RUNS EXP VENV CONFIG; do refused "$variable" ''; done
+    for value in ../x x/y / ..; do refused EXP "$value"; done
+    [ ! -e "$root/x" ] && [ ! -e "$place/x" ]
+}
+
+@test "the same from the environment" {
+    for variable in RUNS EXP VENV REPEATS; do
+        run -2 --separate-stderr env "$variable=\$(shell touch $place/x)" make -C "$root" compare
+        [[ "$stderr" == *"$variable='"*"give one name"* ]]
+    done
+    [ ! -e "$place/x" ]
+    run -0 env REPEATS=3 make -C "$root" VENV="$VIRTUAL_ENV" -n plan
+    [[ "$output" == *"--repeats 3"* ]]
 }
 
 @test "RUNS with slashes at its end is the same directory" {
