@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -56,9 +57,15 @@ def digest_stream(chunks: Iterable[bytes | memoryview]) -> str:
 
 
 def digest_file(path: str | os.PathLike[str]) -> str:
-    """BLAKE3 (64 hex digits) over a file's bytes; large files by memory map on all cores."""
-    if os.path.getsize(path) < _MAPPED_FROM_BYTES:
-        with open(path, "rb") as file:
+    """BLAKE3 (64 hex digits) over a regular file's bytes; large files by memory map on all cores.
+
+    XdError 65 for what is none: a pipe or a device may have no end. OSError when it cannot be read.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise XdError("not a regular file", code="not-a-file", where=os.fspath(path))
+        if about.st_size < _MAPPED_FROM_BYTES:
             return digest_bytes(file.read())
     hasher = blake3(max_threads=blake3.AUTO)
     hasher.update_mmap(path)

@@ -20,6 +20,7 @@ import click
 
 from libxd import __version__, signals, streams, strictjson
 from libxd.errors import Status, XdError, of_exception
+from libxd.plain import plain
 
 #: an option or operand that is a path; whether it can be read or written is found out, and said, where that is done
 PATH = click.Path(path_type=Path, readable=False)
@@ -79,10 +80,10 @@ class Console:
         if self.log_json:
             self._log({"level": level, "message": message})
         else:
-            streams.say(f"{self.tool}: {message}")
+            streams.say(plain(f"{self.tool}: {message}"))
 
     def _log(self, record: dict[str, Any]) -> None:
-        streams.say(json.dumps({"tool": self.tool, **record}, ensure_ascii=False))
+        streams.say(json.dumps({"tool": self.tool, **record}))
 
     # -- work
 

@@ -7,7 +7,10 @@ import json
 import os
 from collections.abc import Iterable
 from enum import IntEnum
+from itertools import islice
 from typing import Any
+
+from libxd.plain import plain, shortened, told_apart
 
 
 class Status(IntEnum):
@@ -25,6 +28,9 @@ class Status(IntEnum):
 
 
 _UNSET: Any = object()
+MAX_ISSUES = 32  # of one pass that are said; more says nothing new
+#: characters of a part of a message
+_MOST_PLACE, _MOST_TEXT, _MOST_FACT = 400, 2000, 120
 
 
 class XdError(ValueError):
@@ -61,30 +67,35 @@ class XdError(ValueError):
         return [self]
 
     def line(self) -> str:
-        """`WHERE: WHAT (found …, expected …; hint)`."""
-        facts = []
-        if self.found is not _UNSET:
-            facts.append(f"found {_short(self.found)}")
-        if self.expected is not _UNSET:
-            facts.append(f"expected {_short(self.expected)}")
-        tail = "; ".join(part for part in (", ".join(facts), self.hint) if part)
-        place = self.where + (f"#{self.path}" if self.path else "")
-        text = (f"{place}: " if place else "") + self.message + (f" ({tail})" if tail else "")
-        return " ".join(text.split())  # one line, whatever the parts held
+        """`WHERE: WHAT (found …, expected …; hint)`: one line of bounded length, whatever the parts hold."""
+        found, expected = self._facts()
+        facts = [f"{name} {text}" for name, text in (("found", found), ("expected", expected)) if text is not None]
+        tail = "; ".join(part for part in (", ".join(facts), _one_line(self.hint, _MOST_TEXT)) if part)
+        place = shortened(self.where, _MOST_PLACE) + (f"#{shortened(self.path, _MOST_PLACE)}" if self.path else "")
+        text = _one_line(self.message, _MOST_TEXT)
+        return plain((f"{place}: " if place else "") + text + (f" ({tail})" if tail else ""))
 
     def record(self) -> dict[str, Any]:
         """The same as one JSON object (`--log-json`, and what a scorer's child hands its parent)."""
+        found, expected = self._facts()
         return {
             "level": "error",
             "code": self.code,
             "status": int(self.status),
-            "where": self.where,
-            "path": self.path,
-            "message": self.message,
-            "found": None if self.found is _UNSET else _short(self.found),
-            "expected": None if self.expected is _UNSET else _short(self.expected),
-            "hint": self.hint,
+            "where": shortened(self.where, _MOST_PLACE),
+            "path": shortened(self.path, _MOST_PLACE),
+            "message": shortened(self.message, _MOST_TEXT),
+            "found": found,
+            "expected": expected,
+            "hint": shortened(self.hint, _MOST_TEXT),
         }
+
+    def _facts(self) -> tuple[str | None, str | None]:
+        """found and expected as a person reads them; None for what is not given."""
+        found, expected = (None if value is _UNSET else _as_text(value) for value in (self.found, self.expected))
+        if found is not None and expected is not None:
+            return told_apart(found, expected, _MOST_FACT)
+        return found and shortened(found, _MOST_FACT), expected and shortened(expected, _MOST_FACT)
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> XdError:
@@ -94,11 +105,14 @@ class XdError(ValueError):
 
 
 class XdErrors(XdError):
-    """Several mistakes found in one pass; the exit status is the first's."""
+    """Several mistakes found in one pass; the exit status is the first's. Of many, the first few and how many more."""
 
     def __init__(self, issues: Iterable[XdError]) -> None:
-        self._issues = list(issues)
+        coming = iter(issues)
+        self._issues = list(islice(coming, MAX_ISSUES))
         first = self._issues[0]
+        if more := sum(1 for _ in coming):
+            self._issues.append(XdError(f"and {more} more", status=first.status, code="more", where=first.where))
         super().__init__(first.message, status=first.status, code=first.code, where=first.where, path=first.path)
 
     @property
@@ -129,6 +143,10 @@ def of_exception(error: BaseException, where: str = "") -> XdError:
         if error.errno in _UNWRITABLE:
             return XdError(f"cannot be written: {reason}", status=Status.CONFLICT, code="cannot-write", where=where)
         return XdError(f"cannot be read: {reason}", status=Status.MISSING, code="unreadable", where=where)
+    if isinstance(error, ValueError) and "null byte" in str(error):  # no system call takes such a path
+        return XdError("a path holds a NUL byte", code="bad-path", where=where)
+    if isinstance(error, UnicodeError):
+        return XdError(f"holds text that is none: {error.reason}", code="not-utf8", where=where)
     if isinstance(error, MemoryError):
         return XdError("out of memory", status=Status.RETRY, code="out-of-memory", where=where)
     return bug(error, where)
@@ -150,13 +168,16 @@ def _text(filename: Any) -> str:
     return os.fsdecode(filename) if isinstance(filename, bytes | str) else str(filename or "")
 
 
-def _short(value: Any, limit: int = 120) -> str:
-    """A value as a person reads it: JSON where it is JSON, cut where it is long."""
+def _one_line(text: str, most: int) -> str:
+    """A text of lines, such as a library's message, in one."""
+    return shortened(" ".join(text.split()), most)
+
+
+def _as_text(value: Any) -> str:
+    """JSON where it is JSON."""
     if isinstance(value, str):
-        text = value
-    else:
-        try:
-            text = json.dumps(value, ensure_ascii=False, sort_keys=True)
-        except (TypeError, ValueError):
-            text = repr(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, sort_keys=True)
+    except (TypeError, ValueError):
+        return repr(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache, reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,6 @@ import xdschemas
 
 from libxd.errors import XdError, XdErrors
 from libxd.strictjson import pointer_to
-
-MAX_ISSUES = 32  # of one value; more says nothing new
 
 
 def directory() -> Path:
@@ -45,12 +44,38 @@ def _validator(name: str) -> jsonschema_rs.Draft202012Validator:
 
 def validate(name: str, value: Any, where: str) -> Any:
     """`value`, when schema `name` accepts it; else XdErrors with a JSON pointer for every place that it does not."""
-    issues = [
-        XdError(_message(error), code=_code(error), where=where, path=_place(error))
-        for _, error in zip(range(MAX_ISSUES), _validator(name).iter_errors(value), strict=False)
-    ]
-    if issues:
-        raise XdErrors(issues)
+    errors = _validator(name).iter_errors(value)
+    first = next(errors, None)
+    if first is not None:
+        raise XdErrors(
+            XdError(_message(error), code=_code(error), where=where, path=_place(error))
+            for error in chain([first], errors)
+        )
+    if (halved := _halved(value)) is not value:
+        errors = _validator(name).iter_errors(halved)
+        fractions = (error for error in errors if _keyword(error) in ("type", "anyOf", "oneOf"))
+        if (first := next(fractions, None)) is not None:
+            raise XdErrors(
+                XdError("a whole number is wanted, written without a fraction", code="wrong-type", where=where,
+                        path=_place(error), found=_at(value, error))
+                for error in chain([first], fractions)
+            )
+    return value
+
+
+def _halved(value: Any) -> Any:
+    """`value` with 0.5 for each float that is a whole number: to JSON Schema 1.0 is an integer, to what reads it not.
+
+    The same object where there is none.
+    """
+    if isinstance(value, float):
+        return 0.5 if value.is_integer() else value
+    if isinstance(value, dict):
+        items = {key: _halved(item) for key, item in value.items()}
+        return items if any(items[key] is not item for key, item in value.items()) else value
+    if isinstance(value, list):
+        entries = [_halved(item) for item in value]
+        return entries if any(a is not b for a, b in zip(entries, value, strict=True)) else value
     return value
 
 
@@ -58,8 +83,16 @@ def _place(error: jsonschema_rs.ValidationError) -> str:
     return reduce(pointer_to, map(str, error.instance_path), "")
 
 
+def _at(value: Any, error: jsonschema_rs.ValidationError) -> Any:
+    return reduce(lambda part, key: part[key], error.instance_path, value)
+
+
+def _keyword(error: jsonschema_rs.ValidationError) -> str:
+    return str(error.schema_path[-1]) if error.schema_path else ""
+
+
 def _code(error: jsonschema_rs.ValidationError) -> str:
-    keyword = str(error.schema_path[-1]) if error.schema_path else ""
+    keyword = _keyword(error)
     if keyword in ("additionalProperties", "unevaluatedProperties"):
         return "unknown-field"
     return {"required": "missing-field", "type": "wrong-type"}.get(keyword, "schema")

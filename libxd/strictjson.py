@@ -11,9 +11,11 @@ import math
 import os
 import stat
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from libxd.errors import Status, XdError, XdErrors, of_exception
+from libxd.plain import shortened
 
 MAX_BYTES = 64 << 20  # of one JSON file or one JSONL row
 MAX_DEPTH = 64
@@ -70,9 +72,11 @@ def loads(data: bytes | str, where: str, *, max_bytes: int = MAX_BYTES) -> Any:
         raise XdError(
             f"not JSON: {error.msg} at line {error.lineno} column {error.colno}", code="not-json", where=where
         ) from error
-    flaws = list(_flaws(value, ""))
-    if flaws:
-        raise XdErrors(XdError(flaw.what, code=flaw.code, where=where, path=pointer) for pointer, flaw in flaws)
+    flaws = _flaws(value, "")
+    if (first := next(flaws, None)) is not None:
+        raise XdErrors(
+            XdError(flaw.what, code=flaw.code, where=where, path=pointer) for pointer, flaw in chain([first], flaws)
+        )
     return value
 
 
@@ -95,8 +99,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) == len(pairs):
         return value
     marked = _Repeated(value)
-    names = [name for name, _ in pairs]
-    marked.key = next(name for name in names if names.count(name) > 1)
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            marked.key = name
+            break
+        seen.add(name)
     return marked
 
 
@@ -123,7 +131,7 @@ def _flaws(value: Any, pointer: str) -> Iterator[tuple[str, _Flaw]]:
         if isinstance(value, _Repeated):
             yield (
                 pointer_to(pointer, value.key),
-                _Flaw("duplicate-key", f"key {value.key!r} stands twice in one object"),
+                _Flaw("duplicate-key", f"key {shortened(repr(value.key), 80)} stands twice in one object"),
             )
         for key, item in value.items():
             if not _encodable(key):

@@ -14,6 +14,7 @@ from typing import Any
 from libxd import canon, contract, knobs, verdict
 from libxd.effect import SideEffect, difference_of_conditions, floor, side_effect, standing
 from libxd.errors import XdError
+from libxd.plain import plain
 from libxd.records import Case
 from libxd.rundir import SIDES, Attempt
 
@@ -84,14 +85,14 @@ def read(attempt: Attempt) -> Row:
     case = Case.read(attempt)
     requested = case.requested
     if refusal := attempt.refusal():
-        return Row(attempt, requested, "unsupported" if refusal.unsupported else "refused", refusal.text())
+        return Row(attempt, requested, "unsupported" if refusal.unsupported else "refused", plain(refusal.text()))
     if not attempt.has("comparison.json"):
         return Row(attempt, requested, "incomplete", "not every stage has run")
     comparison = verdict.read(attempt, case)
     trouble = [f"{v['code']} ({v['path']})" for v in comparison["violations"]]
     trouble += [f"{p['side']}: {p['detail']}" for p in comparison["artifact_problems"]]
     more = f" and {len(trouble) - 3} more" if len(trouble) > 3 else ""
-    return Row(attempt, requested, comparison["status"], "; ".join(trouble[:3]) + more, comparison)
+    return Row(attempt, requested, comparison["status"], plain("; ".join(trouble[:3]) + more), comparison)
 
 
 def planned(rows: list[Row], plan: Iterable[dict[str, Any]]) -> list[Row]:
@@ -236,7 +237,7 @@ def _title(table: Table) -> list[str]:
         f"threshold {threshold:g} nats ({bound['dtype']})"
     )
     claim = f"{level} on {first['scenario']['device']} shows {CLAIMS[level].format(engines=_engines(table.rows))}"
-    return [*textwrap.wrap(title, WIDTH), *textwrap.wrap(claim, WIDTH)]
+    return [line for text in (title, claim) for line in textwrap.wrap(plain(text), WIDTH)]
 
 
 def _engines(rows: list[Row]) -> str:
@@ -324,4 +325,4 @@ def _change(change: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else plain(str(value))

@@ -1,0 +1,29 @@
+"""Text as a person reads it: no character that a terminal acts on, and no more of it than a line bears."""
+
+from __future__ import annotations
+
+
+def plain(text: str) -> str:
+    """`text` with every character that does not print as itself written as an escape: controls, bidirectional marks,
+    line separators, bytes that were no UTF-8."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def shortened(text: str, most: int) -> str:
+    """At most `most` characters of `text`: its beginning and its end, around a mark."""
+    if len(text) <= most:
+        return text
+    tail = most // 3
+    return text[: most - tail - 1] + "…" + text[-tail:]
+
+
+def told_apart(first: str, second: str, most: int) -> tuple[str, str]:
+    """Both texts shortened, so that it shows in what they differ."""
+    short = shortened(first, most), shortened(second, most)
+    if short[0] != short[1] or first == second:
+        return short
+    common = next(i for i, (a, b) in enumerate(zip(first + "\0", second + "\0", strict=False)) if a != b)
+    start = max(0, common - most // 3)
+    return shortened("…" + first[start:], most), shortened("…" + second[start:], most)
