@@ -199,9 +199,13 @@ def _cpu_of(cpuinfo: str) -> dict[str, Any]:
 
 
 def _compiler(variables: Mapping[str, str]) -> dict[str, str] | None:
-    """The C++ compiler that a compiled mode would call: $CXX, else g++ or clang++."""
-    for command in (variables.get("CXX"), "g++", "clang++"):
-        words = shlex.split(command or "")
+    """The C++ compiler that a compiled mode would call: $CXX, else g++ or clang++. XdError 65: $CXX is no command."""
+    named = variables.get("CXX", "")
+    try:
+        commands = shlex.split(named), ["g++"], ["clang++"]
+    except ValueError as error:
+        raise XdError(f"is no command: {error}", code="bad-variable", where="$CXX", found=named) from error
+    for words in commands:
         if not words or shutil.which(words[0]) is None:
             continue
         try:
