@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from libxd import canon, resolution, strictjson
+from libxd import canon, checkpoint, resolution, strictjson
 from libxd import sequences as frozen
 from libxd.errors import Status, XdError
 
@@ -31,6 +31,7 @@ def require(row: Mapping[str, Any]) -> None:
         _require_sequences(location, row["identity"]["sequences"], _identity(location))
     if row["locations"]["checkpoint"] is not None:
         require_checkpoint(row, weights=True)
+        checkpoint.require_sound(row["locations"]["checkpoint"])
         require_model(row["identity"]["model"], resolution.model_facts(row["locations"]["checkpoint"]))
 
 

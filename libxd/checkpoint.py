@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "float16", "bfloat16")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+#: the token embedding of a decoder, alone or beside other towers
+_EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 _BLOCK = 1 << 20  # values cast at a time
 _QUIET_NAN_BFLOAT16 = 0x7FC0
 
@@ -51,6 +53,33 @@ def parameter_digests(directory: str | os.PathLike[str], dtype: str) -> dict[str
     if _tied(directory) and digests.get("lm_head.weight") == digests.get("model.embed_tokens.weight"):
         digests.pop("lm_head.weight", None)
     return dict(sorted(digests.items()))
+
+
+def require_sound(directory: str | os.PathLike[str]) -> None:
+    """XdError 65, naming the file, for a checkpoint that no engine can hold: of its config and headers. No numpy.
+
+    The config is an object, every weight file is whole, and the embedding has the shape that the config gives it.
+    """
+    config = config_of(directory)
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    sizes = [text.get("vocab_size"), text.get("hidden_size")]
+    for path, names in weight_files(directory).items():
+        with TensorFile(path, follow_symlinks=True) as file:
+            for name in names if names is not None else file.names:
+                shape = list(file.shape(name))
+                if name in _EMBEDDINGS and None not in sizes and shape != sizes:
+                    raise XdError("is not of the shape that config.json gives it", code="bad-checkpoint",
+                                  where=str(path), path=strictjson.pointer_to("", name), found=shape,
+                                  expected=sizes)  # fmt: skip
+
+
+def config_of(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """A checkpoint's config.json. XdError 66 when it is not there, 65 when it is no JSON object."""
+    path = Path(directory) / "config.json"
+    config = strictjson.load(path)
+    if not isinstance(config, dict):
+        raise XdError("a model's config is a JSON object", code="bad-checkpoint", where=str(path), found=config)
+    return config
 
 
 def tensor_names(directory: str | os.PathLike[str]) -> set[str]:
@@ -124,5 +153,4 @@ def _cast(flat: np.ndarray, held: str, wanted: str) -> Iterator[np.ndarray]:
 
 
 def _tied(directory: str | os.PathLike[str]) -> bool:
-    config: Any = strictjson.load(Path(directory) / "config.json")
-    return isinstance(config, dict) and config.get("tie_word_embeddings") is True
+    return config_of(directory).get("tie_word_embeddings") is True

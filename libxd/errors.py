@@ -128,6 +128,16 @@ class XdErrors(XdError):
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
+#: how torch and its allocators say that memory ran out
+_OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory")
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception, of whatever library, says that there is no memory left."""
+    said = f"{type(error).__name__}: {error}"
+    return isinstance(error, MemoryError) or any(word in said for word in _OUT_OF_MEMORY)
+
+
 def of_exception(error: BaseException, where: str = "") -> XdError:
     """The one way from an exception to a status: what the system refuses is 66 or 73, memory 75, the unforeseen 70.
 

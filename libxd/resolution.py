@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from libxd import canon, strictjson
+from libxd import canon, checkpoint
 from libxd.errors import Status, XdError
 
 #: what of a directory makes up a tokenizer: names, and how a rank file's name ends
@@ -227,10 +227,7 @@ def _config_facts(result: Resolution) -> dict[str, int]:
 
 def model_facts(directory: str | os.PathLike[str]) -> dict[str, int]:
     """MODEL_FACTS as far as a checkpoint's config.json says them. XdError 66 or 65."""
-    path = Path(directory) / "config.json"
-    config = strictjson.load(path)
-    if not isinstance(config, dict):
-        raise XdError("a model's config is a JSON object", code="bad-checkpoint", where=str(path), found=config)
+    config = checkpoint.config_of(directory)
     facts = {name: config.get(name) for name in MODEL_FACTS}
     if facts["num_key_value_heads"] is None:  # without grouped-query attention it is left out
         facts["num_key_value_heads"] = facts["num_attention_heads"]

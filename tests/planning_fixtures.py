@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from libxd import canon, config
+import numpy as np
+
+from libxd import canon, config, tensors
 from libxd.experiment import Experiment
 from libxd.identity import UNPROCESSED
 
@@ -70,11 +72,11 @@ def parse(value: Any, base: Path = Path(".")) -> Experiment:
 
 
 def checkpoint_directory(path: Path, **facts: int) -> Path:
-    """A directory that looks like a checkpoint and its tokenizer; its weight file holds a few bytes, no tensors."""
+    """A directory that looks like a checkpoint and its tokenizer; its weight file holds one small tensor."""
     path.mkdir(parents=True)
     sizes = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "vocab_size": VOCABULARY}
     (path / "config.json").write_text(json.dumps(sizes | facts))
-    (path / "model.safetensors").write_bytes(b"weights")
+    tensors.write(path / "model.safetensors", {"w": np.zeros(1, np.float32)}, {})
     (path / "tokenizer.json").write_text("{}")
     (path / "README.md").write_text("not part of it")
     return path

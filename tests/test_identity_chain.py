@@ -39,6 +39,9 @@ class Chain:
         return done
 
     def plan(self, **identity: Any) -> str:
+        return self.planned(**identity).out
+
+    def planned(self, status: int = 0, **identity: Any) -> Any:
         config = json.loads((ROOT / "experiments" / "smollm2-fp32.json").read_text())
         config |= {"experiment_id": "tiny", "scenario_id": "tiny-decode-fp32", "interventions": []}
         config["identity"] |= {
@@ -49,11 +52,14 @@ class Chain:
             **identity,
         }
         (self.place / "tiny.json").write_text(json.dumps(config))
-        return self.run("xd-plan", "tiny.json").out
+        return self.run("xd-plan", "tiny.json", status=status)
 
     def attempts(self, rows: str, runtime: str = "hf", training: str | None = None) -> list[str]:
+        return self.materialized(rows, runtime, training).out.splitlines()
+
+    def materialized(self, rows: str, runtime: str = "hf", training: str | None = None, status: int = 0) -> Any:
         return self.run("xd-materialize", "--runs", "runs", "--runtime-rollout", runtime, "--runtime-training",
-                        training or runtime, stdin=rows).out.splitlines()  # fmt: skip
+                        training or runtime, stdin=rows, status=status)  # fmt: skip
 
     def score(self, side: str, *attempts: str, status: int = 0) -> Any:
         return self.run("xd-score", "--side", side, *attempts, status=status)
@@ -88,6 +94,43 @@ def test_a_config_that_was_edited_since_planning_is_not_computed_with(chain):
     assert "/adapter_config.json" in chain.score("rollout", attempt, status=Status.INVALID).err
     (chain.model / "adapter_config.json").unlink()
     assert chain.compared(attempt)[0]["status"] == "PASS"  # negative control: what was planned
+
+
+def broken(model: Path, how: str) -> None:
+    """Each planned as it is: only what reads it finds out."""
+    config, weights = model / "config.json", model / "model.safetensors"
+    if how == "truncated weights":
+        weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    elif how == "a config of other sizes":
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_size": 512}))
+    elif how == "a config of wrong types":
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": "two"}))
+    elif how == "an unknown model":
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "nope"}))
+    else:
+        config.write_text("[]")
+
+
+@pytest.mark.parametrize(
+    ("how", "named", "stage"),
+    [
+        ("a list for a config", "config.json", "plan"),
+        ("truncated weights", "model.safetensors", "materialize"),
+        ("a config of other sizes", "model.safetensors#/model.embed_tokens.weight", "materialize"),
+        ("a config of wrong types", "num_hidden_layers", "score"),
+        ("an unknown model", "nope", "score"),
+    ],
+)
+def test_a_broken_checkpoint_is_the_users_to_mend_and_named_where_it_can_be_known(chain, how, named, stage):
+    broken(chain.model, how)
+    if stage == "plan":
+        ran = chain.planned(status=Status.INVALID)
+    elif stage == "materialize":
+        ran = chain.materialized(chain.plan(), status=Status.INVALID)
+    else:
+        (attempt,) = chain.attempts(chain.plan())
+        ran = chain.score("training", attempt, status=Status.INVALID)
+    assert named in ran.err and len(ran.err.splitlines()) == 1
 
 
 def test_a_buffer_of_hf_that_only_one_side_holds_is_seen(chain):

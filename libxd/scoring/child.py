@@ -18,7 +18,7 @@ import traceback
 from typing import Any, BinaryIO, NoReturn
 
 from libxd import __version__
-from libxd.errors import XdError, bug
+from libxd.errors import of_exception
 from libxd.rundir import SIDES
 from libxd.scoring.scorer import Scorer
 from libxd.scoring.task import Task
@@ -66,7 +66,7 @@ def respond(scorer: Scorer, request: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         if os.environ.get("XD_DEBUG") == "1":
             traceback.print_exception(error)
-        issue = error if isinstance(error, XdError) else bug(error)
+        issue = of_exception(error)
         records = [{**found.record(), "where": found.where or request["attempt"]} for found in issue.issues]
         return {"ok": False, "holds": scorer.held is not None, "spent": scorer.spent, "errors": records}
 

@@ -6,7 +6,7 @@ import gc
 from dataclasses import dataclass
 
 from libxd import at_hand
-from libxd.errors import Status, XdError
+from libxd.errors import Status, XdError, ran_out_of_memory
 from libxd.operators import catalog
 from libxd.operators.session import OperatorSession
 from libxd.runtimes import registry
@@ -16,9 +16,6 @@ from libxd.scoring.lifecycle import Needs
 from libxd.scoring.numerics import Numerics
 from libxd.scoring.run import Run
 from libxd.scoring.task import Task
-
-#: how torch and its allocators say that memory ran out
-_OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory")
 
 
 @dataclass
@@ -120,7 +117,7 @@ def as_xd_error(error: Exception) -> XdError:
     if isinstance(error, XdError):
         return error
     said = " ".join(f"{type(error).__name__}: {error}".split())
-    if isinstance(error, MemoryError) or any(word in said for word in _OUT_OF_MEMORY):
+    if ran_out_of_memory(error):
         return XdError(f"the engine ran out of memory: {said}", status=Status.RETRY, code="out-of-memory",
                        hint="free memory on the device and run the same command again")
     return XdError(f"the engine failed: {said}", status=Status.BUG, code="engine-error",

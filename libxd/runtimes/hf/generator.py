@@ -9,7 +9,7 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from libxd import canon, resolution
+from libxd import canon, checkpoint, resolution
 from libxd.errors import Status, XdError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class Generator:
         if not (directory / "config.json").is_file():
             raise XdError("no checkpoint here: no config.json", status=Status.MISSING, code="missing", where=model,
                           hint="`make model` makes one")  # fmt: skip
+        checkpoint.require_sound(directory)
         self._files = resolution.checkpoint_files(directory)
         self._tokenizer_files = resolution.tokenizer_files(directory)
         import torch
@@ -47,13 +48,10 @@ class Generator:
     def _load(self, directory: Path, dtype: str) -> None:
         from transformers import AutoTokenizer
 
-        from libxd.runtimes.hf.loading import load
+        from libxd.runtimes.hf.loading import load, reading
 
-        try:
+        with reading(str(directory)):
             self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise XdError(f"transformers cannot load this checkpoint: {error}", code="bad-checkpoint",
-                          where=str(directory)) from error  # fmt: skip
         model = load(str(directory), getattr(self._torch, dtype), None)
         self._model = model.to(self._device)
         # transformers 5 renamed the argument on the way

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from libxd.errors import Status, XdError
+from libxd import checkpoint
+from libxd.errors import Status, XdError, ran_out_of_memory
 from libxd.runtimes import live
 
 #: tokens of the forward that shows whether a model does more behind its head
@@ -29,15 +32,14 @@ def load(directory: str, dtype: torch.dtype, attention: str | None) -> Any:
 
     logging.disable_progress_bar()
     where = os.path.basename(os.path.normpath(directory))
+    checkpoint.require_sound(directory)
     if attention is not None:
         require_attention(directory, dtype, attention)
-    try:
+    with reading(where):
         model, loaded = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=True,
             output_loading_info=True,
         )  # fmt: skip
-    except (OSError, ValueError, KeyError) as error:
-        raise _bad_checkpoint(where, error) from error
     made_up = sorted({*map(str, loaded["missing_keys"]), *map(str, loaded["mismatched_keys"])})
     if made_up:  # transformers would draw them at random
         raise XdError("the checkpoint lacks weights of the model", code="bad-checkpoint", where=where, found=made_up)
@@ -58,12 +60,10 @@ def require_attention(directory: str, dtype: torch.dtype, attention: str) -> Non
     from transformers import AutoConfig, AutoModelForCausalLM
 
     where = os.path.basename(os.path.normpath(directory))
-    try:
+    with reading(where):
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    except (OSError, ValueError, KeyError) as error:
-        raise _bad_checkpoint(where, error) from error
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -106,8 +106,27 @@ def require_plain_head(model: Any) -> None:
                       where=type(model).__name__)  # fmt: skip
 
 
-def _bad_checkpoint(where: str, error: Exception) -> XdError:
-    return XdError(f"transformers cannot load this checkpoint: {error}", code="bad-checkpoint", where=where)
+@contextlib.contextmanager
+def reading(where: str) -> Iterator[None]:
+    """What transformers makes of a checkpoint's files: whatever it raises there is about them, XdError 65 in one line.
+
+    But for memory that ran out and for packages that are not there. What it logs is not said beside that.
+    """
+    from transformers import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    except (XdError, ImportError, MemoryError):
+        raise
+    except Exception as error:  # of many kinds: its own, of safetensors, tokenizers, torch and pydantic-like checks
+        if ran_out_of_memory(error):
+            raise
+        raise XdError(f"transformers cannot load this checkpoint: {type(error).__name__}: {error}",
+                      code="bad-checkpoint", where=where) from error  # fmt: skip
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _first_line(error: Exception) -> str:

@@ -6,12 +6,12 @@ An engine serves cases of several batch sizes, so a batch is taken to hold the l
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 from typing import Any
 
 from libxd import checkpoint
+from libxd.errors import XdError
 from libxd.runtimes.planning import BYTES
 from libxd.tensors import TensorFile
 
@@ -30,14 +30,17 @@ def estimate(side: str, engine: dict[str, Any], locations: dict[str, Any]) -> in
     directory = locations["checkpoint"]
     if not directory:
         return 0
-    with open(os.path.join(directory, "config.json"), "rb") as file:
-        config = json.load(file)
+    config = checkpoint.config_of(directory)
     width = BYTES[engine["dtype"]]
     lengths = _lengths(locations.get("sequences"))
     rows, columns = min(len(lengths), _ROWS), max(lengths, default=0)
     head_rows = min(HEAD_ROWS, sum(lengths))
-    needed = weights(directory, width) + head_rows * _head_row(_text(config), width)
-    needed += rows * columns * _token(side, engine, _text(config), width, columns)
+    try:
+        of_head, of_token = _head_row(_text(config), width), _token(side, engine, _text(config), width, columns)
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise XdError(f"a model's config says its sizes: {type(error).__name__}: {error}", code="bad-checkpoint",
+                      where=os.path.join(directory, "config.json")) from error  # fmt: skip
+    needed = weights(directory, width) + head_rows * of_head + rows * columns * of_token
     return needed + _PROCESS_BYTES[engine["device"]]
 
 
