@@ -140,6 +140,11 @@ def test_the_compiler_is_named_without_its_place(tmp_path, monkeypatch):
     assert environment._compiler({"CXX": str(broken)}) == {"name": "g++", "version": "13.2.0"}
 
 
+def test_a_compiler_that_is_no_command_is_65(xd):
+    ran = xd("xd-score", "--describe", env={"CXX": "g++ '"})
+    assert (ran.status, ran.out, ran.err.startswith("xd-score: $CXX: is no command")) == (65, "", True)
+
+
 def test_without_a_driver_there_are_no_devices(monkeypatch):
     monkeypatch.setattr(environment, "CUDA_LIBRARY", "libnosuchdriver.so.1")
     assert environment._cuda() == {"driver": None, "devices": []}
