@@ -16,6 +16,7 @@ import functools
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from xdkernels import arguments
 from xdkernels.dispatch import use_kernels
@@ -91,37 +92,28 @@ class _LinearLogprob(torch.autograd.Function):
         ctx.head = functools.partial(
             kernels.Head, bias=bias, temperature=temperature, softcap=softcap, vocab=vocab
         )  # fmt: skip
-        rows, width = hidden.shape
-        logprobs, logsumexp = (torch.empty(rows, device=hidden.device) for _ in range(2))
-        entropies = torch.empty(rows if entropy else 0, device=hidden.device)
-        directions = torch.empty_like(hidden, memory_format=torch.contiguous_format) if direction else None
+        found = kernels.Swept.empty(hidden, entropy=entropy, direction=direction)
         head = ctx.head(_rows_aligned(weight))
         step = chunk_tokens if direction else FORWARD_ROWS
-        for first in range(0, rows, step):
-            chunk = slice(first, min(first + step, rows))
-            swept = kernels.sweep(
-                _rows_aligned(hidden[chunk]), head, ids[chunk], entropy=entropy,
-                direction_rows=chunk_tokens if direction else None,
-            )  # fmt: skip
-            logprobs[chunk], logsumexp[chunk] = swept.logprobs, swept.logsumexp
-            if entropy:
-                entropies[chunk] = swept.entropies
-            if direction:
-                directions[chunk] = swept.direction[:, :width]
+        for first in range(0, len(hidden), step):
+            chunk = slice(first, first + step)
+            kernels.sweep(_rows_aligned(hidden[chunk]), head, ids[chunk], found.part(chunk), product_rows=chunk_tokens)
         ctx.save_for_backward(
-            hidden, weight, ids, bias, logprobs, logsumexp, entropies if entropy else None, directions
+            hidden, weight, ids, bias, found.logprobs, found.logsumexp, found.entropies, found.direction
         )
-        return logprobs, entropies
+        return found.logprobs, found.entropies
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, upstream, entropy_upstream):
+        from xdkernels.jit import linear_logprob as kernels
+
         hidden, weight, ids, bias, logprobs, logsumexp, entropies, directions = ctx.saved_tensors
         nothing = (None,) * 10
         if upstream is None and entropy_upstream is None:
             return nothing
         if directions is not None and entropy_upstream is None:
-            gradient = torch.mul(directions, upstream.unsqueeze(1), out=torch.empty_like(directions))
-            return gradient, *nothing[1:]
+            return kernels.scale_rows(directions, upstream.contiguous()), *nothing[1:]
         needs_hidden, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
         if upstream is None:
             upstream = torch.zeros_like(entropy_upstream)

@@ -56,12 +56,15 @@ hidden, weight = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(1000, 64,
 ids, rows, out = torch.zeros(4, dtype=torch.int64), torch.zeros(4), torch.zeros(4, 1024, dtype=torch.bfloat16)
 for bias, temperature, softcap, entropy in ((None, 1.0, None, False), (torch.zeros(1000), 0.7, 30.0, True)):
     head = kernels.Head(weight, bias, temperature, softcap, 990)
-    kernels.sweep(hidden, head, ids, entropy=entropy, direction_rows=None)
-    kernels.sweep(hidden, head, ids, entropy=entropy, direction_rows=8)
+    for direction in (False, True):
+        into = kernels.Swept.empty(hidden, entropy=entropy, direction=direction)
+        kernels.sweep(hidden, head, ids, into, product_rows=8)
+    kernels.scale_rows(hidden, rows)
     pull = rows if entropy else None
     kernels.logit_gradients(hidden, head, ids, rows, rows, pull, rows, pull, slice(0, 1000), out)
 """,
-        "_direction_kernel _head_kernel _logit_gradient_kernel _merge_kernel _rescale_kernel _selected_kernel",
+        "_direction_kernel _head_kernel _logit_gradient_kernel _merge_kernel _rescale_kernel _scale_rows_kernel "
+        "_selected_kernel",
     ),
     "paged_attention": (
         """

@@ -119,6 +119,14 @@ def test_backward_twice_gives_the_same_and_scales_with_the_upstream(device):
     assert torch.equal(first, again) and torch.equal(2 * first, doubled)
 
 
+def test_a_second_derivative_is_refused(device):
+    hidden, weight, ids = problem(device)
+    hidden.requires_grad_()
+    (gradient,) = torch.autograd.grad(linear_selected_logprob(hidden, weight, ids).sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(gradient.sum(), hidden)
+
+
 def test_bits_do_not_depend_on_the_other_rows(device):
     """Alone, among others, permuted, in chunks of another place; with and without a gradient; entropy as well."""
     hidden, weight, ids = problem(device, rows=133)
@@ -154,7 +162,9 @@ def test_negative_control_another_tile_gives_other_bits(device):
     found = {}
     for block_n in (256, 128):
         tiled = replace(head, tiling=replace(kernels.TILING, block_n=block_n))
-        found[block_n] = kernels.sweep(hidden, tiled, ids, entropy=False, direction_rows=None).logprobs
+        into = kernels.Swept.empty(hidden, entropy=False, direction=False)
+        kernels.sweep(hidden, tiled, ids, into)
+        found[block_n] = into.logprobs
     assert not torch.equal(found[256], found[128])
     torch.testing.assert_close(found[256], found[128], rtol=0, atol=HEAD_LOGPROB_NATS)
 

@@ -59,6 +59,10 @@ class Tiling:
 
 
 TILING = Tiling()
+#: tiles whose references a program of the rescaling looks at together
+RESCALE_STRIP = 16
+#: elements that a program scales
+SCALE_SIZE = 8192
 #: rows times tiles (a power of two) that a program of the merge holds in registers
 MERGE_SIZE = 8192
 
@@ -178,8 +182,8 @@ def _log1p(x):
 
 @triton.jit(do_not_specialize=["N"])
 def _merge_kernel(
-    reference, references, totals, weighted, selected, logprobs, entropies, row_reference, row_total, row_rest,
-    N, tiles,
+    reference, references, totals, weighted, selected, logprobs, logsumexp, entropies,
+    row_reference, row_total, row_rest, N, tiles,
     ENTROPY: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """A row's tiles in one, folded by their index, and the selected token with them.
@@ -205,6 +209,7 @@ def _merge_kernel(
     # a likely token's logprob is as exact as what is left to the others; an unlikely one's as its logit
     logprob = tl.where(of_selected > rest, -_log1p(rest / of_selected), (x - log2_total) * LN_2)
     tl.store(logprobs + rows, logprob, mask=live)
+    tl.store(logsumexp + rows, (top + log2_total) * LN_2, mask=live)
     tl.store(row_reference + rows, top, mask=live)
     tl.store(row_total + rows, total, mask=live)
     tl.store(row_rest + rows, rest, mask=live)
@@ -218,28 +223,51 @@ def _merge_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def _rescale_kernel(
-    exponentials, references, row_reference, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    exponentials, references, row_reference, N, tiles, stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """Tiles whose reference is not the row's are scaled to it, by a power of two; the others are not touched."""
+    """Tiles whose reference is not the row's are scaled to it, by a power of two; the others are not touched.
+
+    A program looks at the references of BLOCK_M rows in STRIP tiles at once, and goes through the tiles only when one
+    of them was left behind.
+    """
     rows_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(1) * STRIP
+    strip_S = first + tl.arange(0, STRIP)
     live_M = rows_M < N
-    own_M = tl.load(references + tl.program_id(1).to(tl.int64) * N + rows_M, mask=live_M, other=0.0)
-    shift_M = own_M - tl.load(row_reference + rows_M, mask=live_M, other=0.0)
-    moved_M = live_M & (shift_M != 0.0)
-    if tl.max(moved_M.to(tl.int32)) > 0:
-        at = exponentials + rows_M.to(tl.int64)[:, None] * stride + columns_N[None, :]
-        e_MN = tl.load(at, mask=moved_M[:, None], other=0.0).to(tl.float32)
-        scaled_MN = tl.where(e_MN == 0.0, 0.0, e_MN * tl.exp2(shift_M)[:, None])
-        tl.store(at, scaled_MN.to(tl.bfloat16), mask=moved_M[:, None])
+    row_M = tl.load(row_reference + rows_M, mask=live_M, other=0.0)
+    mask_SM = (strip_S < tiles)[:, None] & live_M[None, :]
+    own_SM = tl.load(references + strip_S.to(tl.int64)[:, None] * N + rows_M[None, :], mask=mask_SM, other=0.0)
+    if tl.max((mask_SM & (own_SM != row_M[None, :])).to(tl.int32)) > 0:
+        for tile in range(first, tl.minimum(first + STRIP, tiles)):
+            shift_M = tl.load(references + tl.cast(tile, tl.int64) * N + rows_M, mask=live_M, other=0.0) - row_M
+            moved_M = live_M & (shift_M != 0.0)
+            if tl.max(moved_M.to(tl.int32)) > 0:
+                columns_N = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                at = exponentials + rows_M.to(tl.int64)[:, None] * stride + columns_N[None, :]
+                e_MN = tl.load(at, mask=moved_M[:, None], other=0.0).to(tl.float32)
+                scaled_MN = tl.where(e_MN == 0.0, 0.0, e_MN * tl.exp2(shift_M)[:, None])
+                tl.store(at, scaled_MN.to(tl.bfloat16), mask=moved_M[:, None])
+
+
+@triton.jit(do_not_specialize=["size"])
+def _scale_rows_kernel(matrix, factor, out, size, width, BLOCK: tl.constexpr):
+    """out = factor * matrix, a factor a row, both [N, width] in one piece; the product is float32, rounded once."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    x = tl.load(matrix + at, mask=mask, other=0.0).to(tl.float32) * tl.load(factor + at // width, mask=mask, other=0.0)
+    tl.store(out + at, x.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["N"])
 def _direction_kernel(
-    sums, weight, ids, selected, row_total, row_rest, direction, N, H, weight_stride, softcap, temperature,
+    sums, weight, ids, selected, row_total, row_rest, direction, N, width, H, weight_stride, softcap, temperature,
     SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """d logprob / d hidden of a row: (rest / total weight[id] slope[id] - sums / total) / temperature."""
+    """d logprob / d hidden of a row: (rest / total weight[id] slope[id] - sums / total) / temperature.
+
+    width: of the direction, which does not have the columns that fill H up.
+    """
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(ids + row).to(tl.int64)
     total = tl.load(row_total + row)
@@ -250,15 +278,15 @@ def _direction_kernel(
             capped = capped * temperature
         bent = capped / softcap
         missing = missing * (1.0 - bent * bent)
-    for k in range(0, H, BLOCK):
+    for k in range(0, width, BLOCK):
         lanes = k + tl.arange(0, BLOCK)
-        inside = lanes < H
+        inside = lanes < width
         w = tl.load(weight + token * weight_stride + lanes, mask=inside, other=0.0).to(tl.float32)
         s = tl.load(sums + row * H + lanes, mask=inside, other=0.0)
         d = w * missing - s / total
         if TEMPERED:
             d = d / temperature
-        tl.store(direction + row * H + lanes, d.to(direction.dtype.element_ty), mask=inside)
+        tl.store(direction + row * width + lanes, d.to(direction.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["N", "row_blocks", "programs"])
@@ -330,45 +358,58 @@ class Head:
 
 @dataclass(frozen=True)
 class Swept:
-    """What a sweep over the vocabulary leaves of N rows, float32 [N] each; direction: hidden's dtype [N, H]."""
+    """What sweeps leave of N rows, in one piece each: float32 [N]; direction in hidden's dtype [N, H]. None: not asked.
+
+    direction: d logprob / d hidden.
+    """
 
     logprobs: torch.Tensor
-    entropies: torch.Tensor | None
     logsumexp: torch.Tensor
+    entropies: torch.Tensor | None
     direction: torch.Tensor | None
 
+    @classmethod
+    def empty(cls, hidden: torch.Tensor, *, entropy: bool, direction: bool) -> Swept:
+        """Room for the rows of hidden [N, H]."""
+        rows = [torch.empty(hidden.shape[0], device=hidden.device) for _ in range(3 if entropy else 2)]
+        return cls(
+            *rows[:2], rows[2] if entropy else None,
+            torch.empty_like(hidden, memory_format=torch.contiguous_format) if direction else None,
+        )  # fmt: skip
 
-def sweep(
-    hidden: torch.Tensor, head: Head, ids: torch.Tensor, *, entropy: bool, direction_rows: int | None
-) -> Swept:
-    """One sweep over rows whose partial sums fit into memory; with `direction_rows`, their directions as well.
+    def part(self, rows: slice) -> Swept:
+        """Of some rows: a view."""
+        parts = (self.logprobs, self.logsumexp, self.entropies, self.direction)
+        return Swept(*(None if part is None else part[rows] for part in parts))
 
-    hidden: bfloat16 [N, H], unit stride, 16-byte rows. direction_rows: at least N; the rows that are multiplied by the
-    weight once more, by the vendor's product, whose choice of kernel may follow their number: so pass always the same.
-    The probabilities of as many rows are held, bfloat16 [direction_rows, V].
+
+def sweep(hidden: torch.Tensor, head: Head, ids: torch.Tensor, into: Swept, *, product_rows: int | None = None) -> None:
+    """One sweep over rows whose partial sums fit into memory; what `into` has room for is filled.
+
+    hidden: bfloat16 [N, H], unit stride, 16-byte rows. product_rows, with a direction: at least N; the rows that are
+    multiplied by the weight once more, by the vendor's product, whose choice of kernel may follow their number: so pass
+    always the same. The probabilities of as many rows are held, bfloat16 [product_rows, V].
     """
     rows, width = hidden.shape
     tiling = head.tiling
     tiles = triton.cdiv(head.weight.shape[0], tiling.block_n)
+    entropy, direction = into.entropies is not None, into.direction is not None
 
     def floats(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=hidden.device)
 
-    reference, selected, logprobs, row_reference, row_total, row_rest = (floats(rows) for _ in range(6))
+    reference, selected, row_reference, row_total, row_rest = floats(5, rows)
     references, totals = floats(tiles, rows), floats(tiles, rows)
     weighted = floats(tiles, rows) if entropy else totals
-    entropies = floats(rows) if entropy else None
-    direction = direction_rows is not None
     padded = tiles * tiling.block_n if direction else 8
-    exponentials = torch.empty(direction_rows or 1, padded, dtype=torch.bfloat16, device=hidden.device)
+    exponentials = torch.empty(product_rows if direction else 1, padded, dtype=torch.bfloat16, device=hidden.device)
     bias = head.bias if head.bias is not None else reference
     row_blocks = triton.cdiv(rows, tiling.block_m)
     programs = min(row_blocks * tiles, multiprocessors(hidden.device))
     with on_device_of(hidden):
         _selected_kernel[(rows,)](
             hidden, head.weight, bias, ids, selected, reference, hidden.stride(0), head.weight.stride(0), width,
-            *head.scalars, **head.constants, BLOCK=min(1024, triton.next_power_of_2(width)),
-            **FUSION,
+            *head.scalars, **head.constants, BLOCK=min(1024, triton.next_power_of_2(width)), **FUSION,
         )  # fmt: skip
         _head_kernel[(programs,)](
             TensorDescriptor.from_tensor(hidden, [tiling.block_m, tiling.block_k]),
@@ -382,26 +423,34 @@ def sweep(
         padded_tiles = triton.next_power_of_2(tiles)
         merged_rows = max(1, MERGE_SIZE // padded_tiles)
         _merge_kernel[(triton.cdiv(rows, merged_rows),)](
-            reference, references, totals, weighted, selected, logprobs, entropies if entropy else logprobs,
-            row_reference, row_total, row_rest, rows, tiles, ENTROPY=entropy, ROWS=merged_rows, PADDED=padded_tiles,
-            num_warps=8, **FUSION,
+            reference, references, totals, weighted, selected, into.logprobs, into.logsumexp,
+            into.entropies if entropy else into.logprobs, row_reference, row_total, row_rest, rows, tiles,
+            ENTROPY=entropy, ROWS=merged_rows, PADDED=padded_tiles, num_warps=8, **FUSION,
         )  # fmt: skip
-        found = None
         if direction:
-            _rescale_kernel[(row_blocks, tiles)](
-                exponentials, references, row_reference, rows, padded, tiling.block_m, tiling.block_n, num_warps=8,
-                **FUSION,
-            )
+            _rescale_kernel[(row_blocks, triton.cdiv(tiles, RESCALE_STRIP))](
+                exponentials, references, row_reference, rows, tiles, padded,
+                tiling.block_m, tiling.block_n, RESCALE_STRIP, num_warps=8, **FUSION,
+            )  # fmt: skip
             # rows beyond N hold whatever was there, and give rows that nobody reads
             sums = product(exponentials[:, : head.weight.shape[0]], head.weight)
-            found = torch.empty(rows, width, dtype=hidden.dtype, device=hidden.device)
             _direction_kernel[(rows,)](
-                sums, head.weight, ids, selected, row_total, row_rest, found, rows, width, head.weight.stride(0),
-                *head.scalars, SOFTCAP=head.softcap is not None, TEMPERED=head.temperature != 1.0,
+                sums, head.weight, ids, selected, row_total, row_rest, into.direction,
+                rows, into.direction.shape[1], width, head.weight.stride(0), *head.scalars,
+                SOFTCAP=head.softcap is not None, TEMPERED=head.temperature != 1.0,
                 BLOCK=min(2048, triton.next_power_of_2(width)), **FUSION,
             )  # fmt: skip
-    logsumexp = (row_reference + row_total.log2()) * LN_2.value
-    return Swept(logprobs, entropies, logsumexp, found)
+
+
+def scale_rows(matrix: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """factor[:, None] * matrix in the matrix's dtype; contiguous [N, H], float32 [N]."""
+    out = torch.empty_like(matrix)
+    if matrix.numel():
+        with on_device_of(matrix):
+            _scale_rows_kernel[(triton.cdiv(matrix.numel(), SCALE_SIZE),)](
+                matrix, factor, out, matrix.numel(), matrix.shape[1], BLOCK=SCALE_SIZE, num_warps=8
+            )
+    return out
 
 
 def logit_gradients(
