@@ -272,6 +272,16 @@ def test_a_failed_import_is_a_bug_not_a_no(xd, tmp_path, broken):
     assert "broken" in done.err or "syntax" in done.err
 
 
+@pytest.mark.parametrize("module", ["re", "typing", "types", "functools", "importlib", "signal", "json", "click"])
+def test_a_module_that_stands_before_another_is_70_in_one_line(xd, tmp_path, module):
+    """Of the standard library, too, which what sets up the environment needs."""
+    (tmp_path / f"{module}.py").write_text("raise RuntimeError('not the one that was meant')\n")
+    for tool in ("xd-plan", "xd-score"):
+        done = xd(tool, "--version", env={"PYTHONPATH": str(tmp_path)})
+        assert (done.status, done.out, len(done.err.splitlines())) == (70, "", 1)
+        assert done.err.startswith(f"{tool}: ")
+
+
 # -- the stubs of the checkout
 
 

@@ -15,13 +15,21 @@ pthread_sigmask(SIG_UNBLOCK, [SIGINT])
 import os  # noqa: E402
 
 
+def add_packages():
+    import site
+
+    try:
+        with open(os.devnull, "w") as sys.stderr:  # what it says of a broken .pth comes to: no libxd, in one line
+            site.main()
+    finally:
+        sys.stderr = sys.__stderr__
+
+
 def main(other, tool):
     own = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [place for place in sys.path if place != own]  # as -P does, which older interpreters do not know
     try:
-        import site
-
-        site.main()
+        add_packages()
         from libxd.cmd import run
     except Exception as error:
         if os.access(other, os.X_OK):
