@@ -24,7 +24,13 @@ THRESHOLD_WORDS = ("threshold", "tolerance", "atol", "rtol")
 
 def load(path: str | os.PathLike[str]) -> Experiment:
     """The experiment in a file. XdErrors with all that is wrong with it; XdError 66 when it is not there."""
-    return parse(strictjson.load(path, max_bytes=MAX_BYTES), Path(path).parent, str(path))
+    try:
+        value = strictjson.load(path, max_bytes=MAX_BYTES)
+    except XdError as error:
+        if error.code == "not-a-file":
+            error.hint = "write it to a file: a config's paths are relative to where it lies"
+        raise
+    return parse(value, Path(path).parent, str(path))
 
 
 def parse(value: Any, base: Path, where: str) -> Experiment:

@@ -22,8 +22,21 @@ from libxd import __version__, signals, streams, strictjson
 from libxd.errors import Status, XdError, of_exception
 from libxd.plain import plain
 
+
+class _Path(click.Path):
+    """A path that can be named on a line of its own, as every tool hands paths on."""
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        text = os.fsdecode(value)
+        if not text:
+            self.fail("an empty path; the working directory is .", param, context)
+        if any(char in text for char in "\n\r"):
+            self.fail("a path with a line break in it, which no line of a pipe can hold.", param, context)
+        return super().convert(value, param, context)
+
+
 #: an option or operand that is a path; whether it can be read or written is found out, and said, where that is done
-PATH = click.Path(path_type=Path, readable=False)
+PATH = _Path(path_type=Path, readable=False)
 
 
 class Console:

@@ -150,7 +150,11 @@ def _ask(python: str) -> dict[str, Any]:
             f"the interpreter cannot describe itself: {said[-1] if said else f'status {answer.returncode}'}",
             status=Status.MISSING, code="no-interpreter", where=python, hint="install xd there, too",
         )
-    return schema.validate("environment", strictjson.loads(answer.stdout, python), python)
+    try:
+        return schema.validate("environment", strictjson.loads(answer.stdout, python), python)
+    except XdError as error:
+        raise XdError(f"the interpreter does not describe itself: {error.issues[0].message}", status=Status.MISSING,
+                      code="no-interpreter", where=python, hint="is it a Python that has xd?") from error  # fmt: skip
 
 
 # -- what stands in a description

@@ -102,6 +102,7 @@ class _Side:
         self.binding = row["operators"][OPERATION][side]
         self.plan = self._plan()
         planned = {record.knob: record for record in self.plan.knobs}
+        self.planned = frozenset(planned)
         self.knobs = {knob.path: planned.pop(knob.path, None) or self._unplanned(knob) for knob in knobs.of_side(side)}
         self.foreign = sorted(planned)
         self.descriptor, self.knobs[OPERATOR_KNOB] = self._bind(self.knobs[OPERATOR_KNOB])
@@ -238,6 +239,8 @@ class _Side:
             reason = f"runtime {self.runtime.name} planned a knob that is not of this side"
             yield _refusal(self.side, path, "error", reason)
         for record in self.knobs.values():
+            if self.plan.refusals and record.knob not in self.planned:
+                continue  # refused with the side as a whole
             flaw = self._flaw(record, strict)
             if flaw:
                 yield _refusal(self.side, record.knob, *flaw)

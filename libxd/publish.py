@@ -42,7 +42,12 @@ def publish(path: str | os.PathLike[str], data: bytes | Iterable[bytes | memoryv
 def publish_json(path: str | os.PathLike[str], schema_name: str, value: Any) -> bool:
     """`publish` of a JSON value's canonical bytes and a newline, checked against its schema first."""
     schema.validate(schema_name, value, str(path))
-    return publish(path, canon.dumps(value) + b"\n")
+    try:
+        data = canon.dumps(value) + b"\n"
+    except XdError as error:
+        error.where = error.where or str(path)
+        raise
+    return publish(path, data)
 
 
 @contextlib.contextmanager

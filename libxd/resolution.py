@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from libxd import canon, checkpoint
-from libxd.errors import Status, XdError
+from libxd.errors import Status, XdError, of_exception
 
 #: what of a directory makes up a tokenizer: names, and how a rank file's name ends
 TOKENIZER_FILES = frozenset({
@@ -51,8 +51,15 @@ class Resolution:
             self.lack(part, "no path is given")
             return None
         found = Path(os.path.normpath(self.base / path))
-        if not found.exists():
+        try:
+            os.stat(found)
+        except (FileNotFoundError, NotADirectoryError):
             self.lack(part, f"not at hand: {path}")
+            return None
+        except OSError as error:  # a name too long, a folder that may not be entered
+            refused = of_exception(error, self.where)
+            refused.path = f"/identity/{part}/path"
+            self.issues.append(refused)
             return None
         return found
 

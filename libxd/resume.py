@@ -49,7 +49,7 @@ def outcome(row: dict[str, Any], run: RunDirectory, materialized: dict[str, Any]
         try:
             state = _state(attempt, row, materialized)
         except XdError as error:
-            passed_over.append((attempt, error.issues[0].line()))
+            passed_over.append((attempt, error.issues[0].line().removeprefix(f"{attempt}: ")))
             continue
         if state == "answered":
             return Outcome("answered", attempt, tuple(passed_over))

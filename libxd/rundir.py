@@ -92,6 +92,8 @@ class Attempt:
     def open(cls, path: str | os.PathLike[str]) -> Attempt:
         """An existing attempt, from a tool's operand. Refuses what is not of the form …/c-<16 hex>/a<number>."""
         attempt = cls(path)
+        if any(char in str(path) for char in "\n\r\0"):
+            raise XdError("no line of a pipe can hold this path", code="bad-path", where=str(path))
         absolute = Path(os.path.abspath(attempt.path))  # not resolved: a symlink for an attempt is refused below
         for name, pattern, what in (
             (absolute.name, ATTEMPT_ID, "attempt"),
@@ -122,7 +124,14 @@ class Attempt:
         return self.path / name
 
     def has(self, name: str) -> bool:
-        return os.path.lexists(self.path / name)
+        """Whether the file is there. XdError 66 where that cannot be known: an attempt that may not be entered."""
+        try:
+            os.lstat(self.path / name)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise of_exception(error, str(self.path)) from error
+        return True
 
     @property
     def sealed(self) -> bool:
@@ -203,10 +212,17 @@ class RunDirectory:
             raise XdError("bad case id", code="bad-id", where=str(self.path), found=case_id, expected="c- + 16 hex")
         return self.path / "cases" / case_id
 
+    def _own(self, case_id: str) -> None:
+        """XdError 65 for a case that is a symlink: what leads elsewhere is neither written through nor believed."""
+        case = self.case(case_id)
+        if case.is_symlink():
+            raise XdError("a case is no symlink", code="symlink", where=str(case))
+
     def new_attempt(self, case_id: str) -> Attempt:
         """Take the next free attempt id; mkdir is exclusive, so two processes never share one."""
         case = self.case(case_id)
         try:
+            self._own(case_id)
             case.mkdir(parents=True, exist_ok=True)
             number = max((int(a.attempt_id[1:]) for a in self.attempts(case_id)), default=0) + 1
             while True:
@@ -223,12 +239,14 @@ class RunDirectory:
 
     def attempts(self, case_id: str) -> Iterator[Attempt]:
         """The attempts of a case, newest first; what bears no attempt's name is passed over."""
+        case = self.case(case_id)
         try:
-            entries = [entry for entry in os.scandir(self.case(case_id)) if ATTEMPT_ID.match(entry.name)]
+            self._own(case_id)
+            entries = [entry for entry in os.scandir(case) if ATTEMPT_ID.match(entry.name)]
         except FileNotFoundError:
             return
         except OSError as error:
-            raise of_exception(error, str(self.case(case_id))) from error
+            raise of_exception(error, str(case)) from error
         for entry in sorted(entries, key=lambda e: int(e.name[1:]), reverse=True):
             if entry.is_dir(follow_symlinks=False):
                 yield Attempt(entry.path)

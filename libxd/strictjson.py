@@ -63,6 +63,9 @@ def loads(data: bytes | str, where: str, *, max_bytes: int = MAX_BYTES) -> Any:
             data = data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise XdError(f"not UTF-8 at byte {error.start}", code="not-utf8", where=where) from error
+    if data.startswith("\ufeff"):
+        raise XdError("begins with a byte order mark, which JSON has not", code="not-json", where=where,
+                      hint="save it as UTF-8 without one")  # fmt: skip
     _check_depth(data, where)
     try:
         value = json.loads(

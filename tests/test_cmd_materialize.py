@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 from materialize_fixtures import SEQUENCES, FakeRuntime, row, signed
 
-from libxd import canon, materialize, schema, sequences
-from libxd.rundir import Attempt
+from libxd import canon, materialize, publish, schema, sequences
+from libxd.cmd import materialize as command
+from libxd.errors import XdError
+from libxd.rundir import SIDES, Attempt
+from libxd.runtimes.protocol import SidePlan
 
 HERE = Path(__file__).resolve().parent
 
@@ -24,6 +27,16 @@ class PickyRuntime(FakeRuntime):
         super().__init__(
             "picky", sides=frozenset({"rollout"}), answers={"rollout.enable_prefix_caching": refused}
         )  # fmt: skip
+
+
+class RefusingRuntime(FakeRuntime):
+    """One that serves no row here."""
+
+    def __init__(self) -> None:
+        super().__init__("refusing")
+
+    def materialize(self, side, row, environment, allow_fallback):
+        return SidePlan([], {}, {}, {}, {}, ["not here"])
 
 
 class SmokeRuntime(FakeRuntime):
@@ -42,7 +55,8 @@ def installed(tmp_path):
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: xd-test-runtimes\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(
         "[xd.runtimes]\ntest = materialize_fixtures:FakeRuntime\npicky = test_cmd_materialize:PickyRuntime\n"
-        "smoky = test_cmd_materialize:SmokeRuntime\nbroken = no_such_module:RUNTIME\n"
+        "smoky = test_cmd_materialize:SmokeRuntime\nrefusing = test_cmd_materialize:RefusingRuntime\n"
+        "broken = no_such_module:RUNTIME\n"
     )
     return {"PYTHONPATH": f"{metadata.parent}{os.pathsep}{HERE}"}
 
@@ -153,6 +167,39 @@ def test_a_file_that_is_not_there_says_from_where_it_was_looked_for(run, tmp_pat
     ran = run([row()], "--runtime", "test")
     assert (ran.status, ran.out) == (66, "")
     assert "relative to where xd-plan ran" in ran.err and str(tmp_path) in ran.err
+
+
+@pytest.mark.parametrize("runs", ["", "ru\nns", "runs\r"])
+def test_a_run_directory_that_no_line_can_name_is_refused_before_anything_is_made(xd, installed, tmp_path, runs):
+    (tmp_path / "one.jsonl").write_bytes(canon.dumps(row()) + b"\n")
+    before = sorted(os.listdir(tmp_path))
+    for tool in ("xd-materialize", "xd-resume"):
+        ran = xd(tool, "--runs", runs, "--runtime", "test", "one.jsonl", env=installed)
+        assert (ran.status, ran.out, len(ran.err.splitlines())) == (2, "", 1)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_write_that_fails_leaves_no_empty_attempt(tmp_path, monkeypatch):
+    def full(path, data):
+        raise publish.cannot_write(path, OSError(28, "No space left on device"))
+
+    monkeypatch.chdir(tmp_path)
+    sequences.write("sequences.safetensors", SEQUENCES)
+    monkeypatch.setattr(publish, "publish", full)
+    sides = {side: {"runtime": "cpu-smoke", "knobs": []} for side in SIDES}
+    monkeypatch.setattr("libxd.identity._synthetic_parameters", lambda *_: None)
+    monkeypatch.setattr("libxd.identity._synthetic_model", lambda *_: {})
+    with pytest.raises(XdError, match="No space left"):
+        command._write(Path("runs"), row(), {"sides": sides})
+    assert not list(tmp_path.glob("runs/test/cases/*/*"))
+
+
+def test_a_side_that_is_refused_as_a_whole_gives_its_reason_alone(run, tmp_path):
+    ran = run([row()], "--runtime", "refusing")
+    assert ran.status == 69
+    (path,) = attempts(tmp_path)
+    reasons = Attempt.open(path).materialized()["refusals"]
+    assert [reason["reason"] for reason in reasons] == ["not here", "not here"]
 
 
 def edited(**changes):

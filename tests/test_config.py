@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from planning_fixtures import HEADS, checkpoint_directory, experiment_config, parse, put
@@ -277,3 +278,32 @@ def test_the_normalised_experiment_reads_as_itself():
     value["identity"]["sequences"]["digest"] = canon.digest("frozen")
     once = parse(value).as_json()
     assert parse(once).as_json() == once
+
+
+@pytest.mark.parametrize("part", ["checkpoint", "tokenizer", "sequences"])
+def test_a_path_that_the_system_refuses_is_an_issue_in_its_place(part):
+    value = experiment_config()
+    value["identity"]["checkpoint"] = {"path": None}
+    value["identity"]["tokenizer"] = {"id": "t", "policy": "plain", "path": None}
+    value["identity"][part]["path"] = "x" * 300
+    with pytest.raises(XdErrors) as caught:
+        parse(value)
+    assert [(issue.status, issue.path) for issue in caught.value.issues] == [(66, f"/identity/{part}/path")]
+    value["identity"][part]["path"] = "x\0y"
+    with pytest.raises(XdErrors) as caught:
+        parse(value)
+    assert [(issue.status, issue.path) for issue in caught.value.issues] == [(65, f"/identity/{part}/path")]
+
+
+def test_more_pairs_than_there_are_knobs_for_are_refused_before_they_are_compared():
+    value = experiment_config(strategy="pairwise", pairs=[["batch.size", "rollout.dtype"]] * 20_000)
+    with pytest.raises(XdErrors) as caught:
+        parse(value)
+    assert [issue.path for issue in caught.value.issues] == ["/pairs"]
+
+
+def test_a_pipe_is_no_config_and_says_what_to_do(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(XdError, match="not a regular file") as caught:
+        config.load(tmp_path / "config.json")
+    assert "relative" in caught.value.hint

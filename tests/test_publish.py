@@ -148,3 +148,10 @@ def test_of_many_writers_one_wins_and_none_is_lost(tmp_path):
     assert results.count("True") == 1
     assert results.count("output-differs") == 8
     assert results.count("False") == 7
+
+
+def test_what_is_not_canonical_is_said_of_its_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(publish.schema, "validate", lambda *_: None)  # of free JSON, such as an engine's evidence
+    with pytest.raises(XdError, match="not canonical") as caught:
+        publish.publish_json(tmp_path / "x.json", "effect", 2**53)
+    assert caught.value.where.endswith("x.json")

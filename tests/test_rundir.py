@@ -98,3 +98,33 @@ def test_what_the_system_refuses_to_look_at_is_66(tmp_path):
     with pytest.raises(XdError) as caught:
         Attempt.open(tmp_path / ("n" * 300) / "c-0123456789abcdef" / "a0001")
     assert caught.value.status == Status.MISSING
+
+
+def test_an_attempt_that_cannot_be_entered_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
+    attempt = RunDirectory(tmp_path, "e").new_attempt("c-" + "0" * 16)
+    assert not attempt.has("requested.json")
+
+    def lstat(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("libxd.rundir.os.lstat", lstat)
+    with pytest.raises(XdError, match="Permission denied") as caught:
+        attempt.has("requested.json")
+    assert caught.value.status == Status.MISSING
+
+
+def test_a_case_that_is_a_symlink_is_neither_written_nor_read_through(tmp_path):
+    run, case = RunDirectory(tmp_path, "e"), "c-" + "0" * 16
+    run.case(case).parent.mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    run.case(case).symlink_to(tmp_path / "elsewhere")
+    for work in (run.new_attempt, lambda name: list(run.attempts(name))):
+        with pytest.raises(XdError, match="no symlink") as caught:
+            work(case)
+        assert caught.value.status == Status.INVALID
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_path_that_no_line_can_hold_is_no_attempt(tmp_path):
+    with pytest.raises(XdError, match="no line"):
+        Attempt.open(f"{tmp_path}/a\nb/c-{'0' * 16}/a0001")

@@ -25,6 +25,7 @@ BAD = {
     "not UTF-8": (b'{"a": "\xff"}', "not-utf8", ""),
     "truncated": (b'{"a": 1', "not-json", ""),
     "empty": (b"", "not-json", ""),
+    "a byte order mark": (b"\xef\xbb\xbf{}", "not-json", ""),
     "two values": (b"{} {}", "not-json", ""),
     "deep": (b"[" * 70 + b"]" * 70, "too-deep", ""),
     "very deep": (b"[" * 200_000, "too-deep", ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,12 @@ def _write(runs: Path, row: dict[str, Any], value: dict[str, Any]) -> Attempt:
     """A new attempt with its first three files. materialized.json comes last: with it the other two are there."""
     expected = identity.expected(row, value["sides"])
     attempt = RunDirectory(runs, row["experiment_id"]).new_attempt(row["case_id"])
-    attempt.write_json("requested.json", row)
+    try:
+        attempt.write_json("requested.json", row)
+    except XdError:
+        with contextlib.suppress(OSError):  # nothing was written: a full disk leaves no empty attempts behind
+            attempt.path.rmdir()
+        raise
     attempt.write_json("identity.json", expected)
     attempt.write_json("materialized.json", value)
     return attempt

@@ -60,8 +60,10 @@ def cli(
         raise click.UsageError("--groups and --answers exclude each other")
     environments = policy.environments() if policy else None
     states: Counter[str] = Counter()
+    given = 0
     grouped: dict[str, list[dict[str, Any]]] = {}
     for where, line in console.rows(rows, "plan rows"):
+        given += 1
         with console.guard(where):
             row = planner.read_row(line, where)
             plan = materialize.materialized(row, policy, environments) if policy else None
@@ -82,14 +84,14 @@ def cli(
             with console.guard(str(groups)):
                 console.emit(_write_group(groups, name, members))
     if not answers:
-        console.info(_summary(states))
+        console.info(_summary(states, failed=given - states.total()))
     if exit_code and states["pending"]:
         console.answer_no()
 
 
-def _summary(states: Counter[str]) -> str:
-    done = f"{states['answered']} sealed, {states['refused']} refused"
-    if not states["pending"]:
+def _summary(states: Counter[str], failed: int) -> str:
+    done = f"{states['answered']} sealed, {states['refused']} refused" + (f", {failed} failed" if failed else "")
+    if not states["pending"] and not failed:
         return f"nothing to score: {done}"
     return f"{states['pending']} to score; {done}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import sys
@@ -95,6 +96,8 @@ def _lines(console: Console, files: tuple[str, ...]) -> Iterator[tuple[str, byte
 
 def _check_place(out: Path) -> None:
     """Refuse a place that cannot be written before minutes of sampling, not after them."""
+    if os.path.isdir(out):
+        raise publish.cannot_write(out, IsADirectoryError(errno.EISDIR, "is a directory"))
     if not os.access(out.parent, os.W_OK | os.X_OK):
         error = OSError(0, "no such directory" if not out.parent.is_dir() else "permission denied")
         raise publish.cannot_write(out, error)

@@ -93,8 +93,9 @@ class TorchEngine(ABC):
     def _require_known_ids(self, sequences: Sequences) -> None:
         largest, vocabulary = int(sequences.token_ids.max(initial=0)), self._vocabulary()
         if largest >= vocabulary:
-            raise XdError("a token id is beyond the model's vocabulary", code="bad-sequences",
-                          where=type(self.model).__name__, found=largest, expected=f"below {vocabulary}")
+            raise XdError(f"a token id of the sequences is beyond the vocabulary of {type(self.model).__name__}",
+                          code="bad-sequences", path=f"/token_ids/{int(sequences.token_ids.argmax())}", found=largest,
+                          expected=f"below {vocabulary}")  # fmt: skip
 
     def _batch_size(self) -> Observation:
         """By what went through the model together."""
