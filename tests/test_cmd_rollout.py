@@ -129,6 +129,13 @@ def test_it_prints_the_path_of_valid_sequences_and_says_how_they_came_about(roll
     assert any(ends) and not all(ends)
 
 
+@pytest.mark.parametrize(("out", "status"), [("there", 73), ("", 2), ("a\nb", 2)])
+def test_a_place_that_is_none_is_refused_before_anything_is_sampled(rollout, tmp_path, out, status):
+    (tmp_path / "there").mkdir()
+    ran = rollout(ROWS, "--max-new-tokens", 2, out=out, model="no such model")
+    assert (ran.status, ran.out, len(ran.err.splitlines())) == (status, "", 1)
+
+
 def test_a_rerun_is_the_same_file_and_another_seed_is_refused(rollout, tmp_path):
     assert rollout(ROWS, "--max-new-tokens", 9).status == 0
     before = (tmp_path / "out.safetensors").read_bytes()
