@@ -16,7 +16,9 @@ def page(tool: str) -> str:
     """The page of one tool: its help as the terminal shows it, 100 columns wide."""
     module = importlib.import_module(f"libxd.cmd.{tool}")
     command: click.Command = module.cli
-    context = click.Context(command, info_name=f"xd-{tool}", max_content_width=100, terminal_width=100)
+    context = click.Context(
+        command, info_name=f"xd-{tool}", **{**command.context_settings, "max_content_width": 100, "terminal_width": 100}
+    )
     summary = (module.__doc__ or "").strip().splitlines()[0]
     return f"# xd-{tool}\n\n{summary}\n\n```text\n{command.get_help(context).rstrip()}\n```\n\n{EXIT_STATUS}"
 

@@ -24,6 +24,7 @@ Submission = Literal["canonical", "rotated"]
 class KnobRecord:
     """What an adapter will do about one knob: `requested` and `materialized` are catalog values.
 
+    `lifecycle`: "request", "construction" or "process", what must be done anew; not less than `libxd.knobs` says.
     `evidence` says in plain words how it will be done, or why it cannot be; it enters no digest.
     """
 

@@ -93,6 +93,9 @@ def _take_streams(answers_fd: int) -> tuple[BinaryIO, BinaryIO]:
 
 
 def _answer(answers: BinaryIO, value: dict[str, Any]) -> None:
+    """What an engine printed goes first: the parent may end this process as soon as it has the answer."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
     answers.write(json.dumps(value).encode() + b"\n")
     answers.flush()
 

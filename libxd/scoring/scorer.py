@@ -125,10 +125,10 @@ def as_xd_error(error: Exception) -> XdError:
 
 
 def _catalog(task: Task) -> catalog.SemanticOperatorCatalog:
-    """The operators of this process. XdError 69 `stale-registry` when they are not those of materialising."""
+    """The operators of this process. XdError 75 `stale-registry` when they are not those of materialising."""
     found = catalog.load(task.materialized["smoke_operators"])
     if found.digest != task.materialized["catalog"]:
         raise XdError("stale registry: the operators here are not those it was materialised with",
-                      status=Status.REFUSED, code="stale-registry", found=found.digest,
+                      status=Status.RETRY, code="stale-registry", found=found.digest,
                       expected=task.materialized["catalog"], hint="materialise the row again")
     return found

@@ -99,8 +99,8 @@ class Supervisor:
             self._held = needs if answer["holds"] else None
         issues = [] if answer["ok"] else [XdError.from_record(record) for record in answer["errors"]]
         if any(issue.status in _ENGINE_FAILURES for issue in issues):
-            self._tell(child, ended=False)
             child.kill()
+            self._tell(child, ended=True)
             self._forget_child()
         elif answer["spent"]:
             self._end_child()
