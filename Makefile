@@ -1,4 +1,4 @@
-# xd: the stages of DESIGN as make targets. `make help` lists them.
+# xd: the chain and its checks as make targets. `make help` lists them.
 
 ifneq ($(filter 3.% 4.0 4.0.% 4.1 4.1.%,$(MAKE_VERSION)),)
 $(error GNU make 4.2 or newer is needed, this is $(MAKE_VERSION))
@@ -137,7 +137,7 @@ test: setup $(MODEL)/model.safetensors ## pytest, the kernels' tests under Trito
 .PHONY: lint
 lint: setup ## ruff and shellcheck
 	ruff check .
-	shellcheck -x tools/xd-* .ci/run tests/*.sh
+	shellcheck -x tools/xd-* tools/start.sh .ci/run tests/*.sh
 
 .PHONY: docs
 docs: setup ## write docs/tools/*.md anew from --help

@@ -11,7 +11,7 @@ from bench_timing import Result, ratio, run, tool
 from libxd.rundir import PAYLOADS, SEAL, Attempt
 
 LIMIT, TURNS = 1.2, 7
-ATTEMPTS = 4  # sealed by one call, of the same content: what is measured is hashing, not the start of an interpreter
+ATTEMPTS = 8  # sealed by one call, of the same content: what is measured is hashing, not the start of an interpreter
 HASH = """
 import sys
 from blake3 import blake3

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-#: one thread an engine: its matrices are small, and more threads would wait for one another
-ENVIRONMENT = {**os.environ, "XD_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+#: one thread an engine: its matrices are small, and more threads would wait for one another; bytecode kept, as users do
+ENVIRONMENT = {**os.environ, "XD_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,17 @@ class SideEffect:
 def effect(attempt: Attempt, against: Attempt) -> dict[str, Any]:
     """The line that `xd-compare --against` prints: both sides' effects, and whether they are the intervention's alone.
 
-    conditions: side -> how they differ (`difference_of_conditions`), null where they are the same.
+    case_id, repeat, intervention: those of `attempt`. conditions: side -> how they differ (`difference_of_conditions`),
+    null where they are the same. XdError as `side_effect` says, and 69 where one of the two was refused.
     """
-    plans = [Case.read(each).materialized for each in (attempt, against)]
+    for each in (attempt, against):
+        if refusal := each.refusal():
+            raise refusal.error(each, "there is nothing to set beside another")
+    cases = [Case.read(each) for each in (attempt, against)]
+    plans = [case.materialized for case in cases]
     return {
         "schema_version": "xd.effect.v1",
+        **{name: cases[0].requested[name] for name in ("case_id", "repeat", "intervention")},
         "attempt": str(attempt),
         "against": str(against),
         **{side: vars(side_effect(attempt, against, side)) for side in SIDES},

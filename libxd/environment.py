@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from libxd import __version__, canon, schema, strictjson
+from libxd import __version__, canon, plugins, schema, strictjson
 from libxd.errors import Status, XdError
 from libxd.runtimes import registry
 
@@ -265,7 +265,7 @@ def _scorers() -> dict[str, str]:
     common = {module: sources_digest(module) for module in SCORER_MODULES}
     return {
         entry.name: canon.digest({**common, "runtime": sources_digest(entry.module)})
-        for entry in importlib.metadata.entry_points(group=registry.GROUP)
+        for entry in plugins.entries(registry.GROUP).values()
     }
 
 

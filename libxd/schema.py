@@ -14,6 +14,8 @@ import xdschemas
 from libxd.errors import XdError, XdErrors
 from libxd.strictjson import pointer_to
 
+_DIVISIBLE = (dict, list, float)  # what may be or hold a float
+
 
 def directory() -> Path:
     """Where the schema files lie: `schemas/` of a checkout, package data when installed."""
@@ -66,16 +68,21 @@ def validate(name: str, value: Any, where: str) -> Any:
 def _halved(value: Any) -> Any:
     """`value` with 0.5 for each float that is a whole number: to JSON Schema 1.0 is an integer, to what reads it not.
 
-    The same object where there is none.
+    The same object where there is none. Every row passes through here: scalars are not called for.
     """
     if isinstance(value, float):
         return 0.5 if value.is_integer() else value
-    if isinstance(value, dict):
-        items = {key: _halved(item) for key, item in value.items()}
-        return items if any(items[key] is not item for key, item in value.items()) else value
-    if isinstance(value, list):
-        entries = [_halved(item) for item in value]
-        return entries if any(a is not b for a, b in zip(entries, value, strict=True)) else value
+    if not isinstance(value, dict | list):
+        return value
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    changed = [
+        (key, other) for key, item in items
+        if isinstance(item, _DIVISIBLE) and (other := _halved(item)) is not item
+    ]  # fmt: skip
+    if changed:
+        value = value.copy()
+        for key, other in changed:
+            value[key] = other
     return value
 
 

@@ -19,6 +19,7 @@ from libxd.records import Case
 from libxd.rundir import SIDES, Attempt
 
 WIDTH = 120
+_UNANSWERED = "no attempt that was given answers this row"
 #: what a scenario level shows when every verdict of it is as hoped, and what it does not
 CLAIMS = {
     "S0": "plumbing only: it says nothing about accelerators, distributed runs, production operators or real models",
@@ -109,7 +110,7 @@ def planned(rows: list[Row], plan: Iterable[dict[str, Any]]) -> list[Row]:
         left.setdefault(key(row.requested), []).append(row)
     out: list[Row] = []
     for requested in plan:
-        out += left.pop(key(requested), None) or [Row(None, requested, "missing", "the plan's row has no attempt")]
+        out += left.pop(key(requested), None) or [Row(None, requested, "missing", _UNANSWERED)]
     return out + [row for members in left.values() for row in members]
 
 

@@ -24,6 +24,7 @@ class Tally:
         self.sequence_sum_signed = np.zeros(sequences, np.float64)
         self.sequence_sum_absolute = np.zeros(sequences, np.float64)
         self.sequence_active = np.zeros(sequences, np.int64)
+        self.sequence_mismatches = np.zeros(sequences, np.int64)
         self.counts = dict.fromkeys(
             ("tokens", "active", "mismatches", "bitwise_equal", "nonfinite_rollout", "nonfinite_training"), 0
         )
@@ -45,7 +46,7 @@ class Tally:
         self.counts["mismatches"] += int(np.count_nonzero(mismatch))
         self.counts["bitwise_equal"] += int(np.count_nonzero(rollout.view(np.uint32) == training.view(np.uint32)))
         self.distribution.add(differences)
-        self._add_to_sequences(where, active, differences.astype(np.float64))
+        self._add_to_sequences(where, active, differences.astype(np.float64), mismatch)
         finite = True
         for side, values in (("rollout", rollout), ("training", training)):
             strange = np.flatnonzero(~np.isfinite(values))
@@ -60,7 +61,9 @@ class Tally:
             self.kl.add(differences)
             self.extremes.add(where.start + active, differences, mismatch)
 
-    def _add_to_sequences(self, where: slice, active: np.ndarray, differences: np.ndarray) -> None:
+    def _add_to_sequences(
+        self, where: slice, active: np.ndarray, differences: np.ndarray, mismatch: np.ndarray
+    ) -> None:
         bounds = self._cu_seqlens
         first = int(np.searchsorted(bounds, where.start, side="right")) - 1
         last = int(np.searchsorted(bounds, where.stop, side="left"))
@@ -70,6 +73,7 @@ class Tally:
         self.sequence_active[first:last] += counts
         some = np.flatnonzero(counts)  # reduceat knows no empty segment
         if some.size:
+            self.sequence_mismatches[first + some] += np.add.reduceat(mismatch, edges[some], dtype=np.int64)
             with np.errstate(invalid="ignore"):  # of opposite infinities there is no sum
                 self.sequence_sum_signed[first + some] += np.add.reduceat(differences, edges[some])
                 self.sequence_sum_absolute[first + some] += np.add.reduceat(np.abs(differences), edges[some])

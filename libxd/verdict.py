@@ -1,8 +1,8 @@
 """comparison.json as it is read again: what it says must follow from the files beside it.
 
 Whoever prints, seals or trusts a verdict reads it here. What decides is recomputed: the threshold from the numerical
-contract, actual.json and the violations from the records, the counts from the masks of token_diffs, the status from all
-of them. The diagnostics, which decide nothing, are what `xd-compare` run again compares byte for byte. No numpy.
+contract, actual.json and the violations from the records, the counts from those of each sequence in token_diffs, the
+status from all of them. The masks and the diagnostics are what `xd-compare` run again compares byte for byte. No numpy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from libxd.rundir import SIDES, Attempt
 from libxd.tensors import TensorFile
 
 NAME = "comparison.json"
-_BLOCK = 1 << 22  # bytes of a mask that are looked at together
 
 
 def status(violations: list[Any], problems: list[Any], counts: Mapping[str, int] | None) -> str:
@@ -100,17 +99,18 @@ def _violations(
 
 
 def _count_flaws(attempt: Attempt, counts: dict[str, int] | None) -> Iterator[_Flaw]:
-    """The counts that decide, against the masks from which anyone can recompute the verdict."""
+    """The counts that decide, against those of each sequence beside the masks."""
     with TensorFile(attempt.file("token_diffs.safetensors")) as file:
-        found = {"tokens": len(file.raw("active_mask")), "active": _true(file, "active_mask"),
-                 "mismatches": _true(file, "mismatch_mask")}  # fmt: skip
-    for name, number in found.items():
+        tokens = _integers(file, "cu_seqlens")[-1]
+        active, mismatches = (sum(_integers(file, f"sequence_{name}")) for name in ("active", "mismatches"))
+    for name, number in (("tokens", tokens), ("active", active), ("mismatches", mismatches)):
         yield from _differing(NAME, f"/counts/{name}", counts[name] if counts else 0, number)
 
 
-def _true(file: TensorFile, name: str) -> int:
+def _integers(file: TensorFile, name: str) -> tuple[int, ...]:
+    """The values of an int64 tensor."""
     raw = file.raw(name)
-    return sum(bytes(raw[start : start + _BLOCK]).count(1) for start in range(0, len(raw), _BLOCK))
+    return struct.unpack(f"<{len(raw) // 8}q", raw)
 
 
 def _differing(name: str, pointer: str, found: Any, expected: Any) -> Iterator[_Flaw]:

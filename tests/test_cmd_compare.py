@@ -103,6 +103,8 @@ def test_against_prints_the_effect_and_stores_nothing(xd, tmp_path: Path) -> Non
     assert ran.status == 0
     first, second = (schema.validate("effect", json.loads(line), "line") for line in ran.out.splitlines())
     assert (first["attempt"], first["against"]) == (str(other), str(base))
+    assert [change["path"] for change in first["intervention"]] == ["rollout.dtype"]
+    assert (second["intervention"], first["case_id"]) == ([], other.case_id)
     assert (first["rollout"]["max_absolute"], first["training"]["max_absolute"]) == (0.5, 0)
     assert second["rollout"]["bitwise_equal_share"] == 1
     assert snapshot(other) == before
@@ -112,6 +114,16 @@ def test_against_other_tokens_is_65(xd, tmp_path: Path) -> None:
     ran = xd("xd-compare", "--against", scored(tmp_path, BASE, BASE), scored(tmp_path, BASE[:2], BASE[:2]))
     assert (ran.status, ran.out) == (65, "")
     assert "scored other tokens" in ran.err
+
+
+def test_against_a_refused_attempt_is_69_in_either_place(xd, tmp_path: Path) -> None:
+    base = scored(tmp_path, BASE, BASE)
+    other = refused(tmp_path, ("training.attention_backend", "flash_attention_2"), "needs a GPU")
+    for words in ((base, other), (other, base)):
+        ran = xd("xd-compare", "--against", *words)
+        assert (ran.status, ran.out, len(ran.err.splitlines())) == (69, "", 1)
+        assert "was refused, there is nothing to set beside another" in ran.err
+        assert "needs a GPU" in ran.err
 
 
 def test_table_prints_rows_and_exit_code_asks_all(xd, tmp_path: Path) -> None:

@@ -287,6 +287,7 @@ def test_every_figure_against_a_plain_computation(tmp_path: Path, monkeypatch: p
     for i, (start, stop) in enumerate(itertools.pairwise(bounds)):
         inside = (training - rollout)[start:stop][active[start:stop]].tolist()
         assert stored["sequence_active"][i] == len(inside)
+        assert stored["sequence_mismatches"][i] == np.count_nonzero(stored["mismatch_mask"][start:stop])
         for name, values in (("signed", inside), ("absolute", map(abs, inside))):
             assert stored[f"sequence_sum_{name}"][i] == pytest.approx(
                 math.fsum(values), rel=SEQUENCE_SUM_RELATIVE, abs=0
@@ -319,6 +320,7 @@ def test_the_verdict_can_be_recomputed_from_token_diffs_alone(tmp_path: Path) ->
     )
     assert mask.tobytes() == stored["mismatch_mask"].tobytes()
     assert mask.sum() == found["counts"]["mismatches"] > 0
+    assert stored["sequence_mismatches"].sum() == found["counts"]["mismatches"]
     assert stored["sequence_active"].sum() == found["counts"]["active"]
     assert canon.digest_file(attempt.file("token_diffs.safetensors")) == found["token_diffs"]
 

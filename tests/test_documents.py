@@ -13,7 +13,7 @@ import click
 import pytest
 from comparison_fixtures import floats, rewrite_json, score_path, scored
 
-from libxd import comparison, tensors
+from libxd import comparison, seal, tensors
 from libxd.cmd import TOOLS
 from libxd.tensors import TensorFile
 
@@ -127,17 +127,25 @@ def test_the_scorer_of_the_format_page_writes_what_is_compared(tmp_path):
     same = floats(-1, -2, -3)
     attempt = scored(tmp_path, same, same, lengths=(2, 1))
     score_path(attempt, "training").unlink()
+    readback = attempt.readback("training")
+    attempt.file("readback_training.json").unlink()
     sequences = tmp_path / "sequences.safetensors"
     with TensorFile(score_path(attempt, "rollout")) as frozen:
         tensors.write(sequences, {name: frozen.array(name) for name in ("cu_seqlens", "token_ids", "active_mask")}, {})
     locations = {"checkpoint": None, "tokenizer": None, "sequences": str(sequences)}
     rewrite_json(attempt, "requested.json", locations=locations)
-    observed = attempt.readback("training")["observed"]
+    observed = readback["observed"]
+    seen = {knob["knob"]: knob["actual"] for knob in readback["knobs"]}
     dtypes = {"parameters": "float32", "logits": "float32"}
     namespace["write_scores"](attempt.path, "training", same, observed, dtypes)
+    said = (seen, observed, readback["parameters"], readback["operator"])
+    namespace["write_readback"](attempt.path, "training", *said)
     assert comparison.compare(attempt)["status"] == "PASS"
+    assert seal.seal(attempt)
     with pytest.raises(FileExistsError):
         namespace["write_scores"](attempt.path, "training", same, observed, dtypes)
+    with pytest.raises(FileExistsError):
+        namespace["write_readback"](attempt.path, "training", *said)
 
 
 def test_the_rooms_of_the_design_are_those_of_the_code():

@@ -11,7 +11,7 @@ import pytest
 from operator_fixtures import Logp, descriptor
 from tolerances import LINEAR_LOGPROB_FLOAT32_NATS, LOGPROB_FLOAT32_NATS
 
-from libxd import contract, knobs
+from libxd import contract, knobs, plugins
 from libxd.errors import Status, XdError
 from libxd.operators import catalog, installed
 from libxd.operators.catalog import SemanticOperatorCatalog
@@ -184,8 +184,8 @@ class Entry(types.SimpleNamespace):
     ],
 )  # fmt: skip
 def test_a_broken_registration_is_named(monkeypatch, group, name, found, what):
-    entries = {group: {name: Entry(name=name, value="somewhere:X", found=found)}}
-    monkeypatch.setattr(catalog, "entries", lambda asked: entries.get(asked, {}))
+    entries = {group: {name: Entry(name=name, value="somewhere:X", found=found, dist=None)}}
+    monkeypatch.setattr(plugins, "entries", lambda asked: entries.get(asked, {}))
     with pytest.raises(XdError, match=what) as raised:
         catalog.load.__wrapped__(True)
     assert raised.value.status == Status.BUG

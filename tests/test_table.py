@@ -117,7 +117,7 @@ def test_a_row_of_the_plan_without_an_attempt_is_missing(tmp_path: Path) -> None
     ]  # fmt: skip
     lines = [line for each in table.tables(found) for line in table.lines(each)]
     assert row(lines, "batch.size=1")[:2] == ["missing", "[1]"]
-    assert any(line.startswith("[1] the plan's row has no attempt") for line in lines)
+    assert any(line.startswith("[1] no attempt that was given answers this row") for line in lines)
     assert table.planned([], []) == []
 
 

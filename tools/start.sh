@@ -1,7 +1,9 @@
 # shellcheck shell=sh
-# Read by the stubs, which set $root (the checkout) and $tool. The interpreter is $XD_PYTHON, else the active environment's,
-# else the one that `make setup` made; start.py turns to the last where the active environment has no libxd.
-own=$root/.venv/bin/python
+# Read by the stubs, which set $self (their own file) and $tool. The interpreter is $XD_PYTHON, else the active
+# environment's, else the one that `make setup` made; start.py turns to the last where the active one has no libxd.
+: "${self:?}" "${tool:?}"
+tools=${self%/*}
+own=${tools%/*}/.venv/bin/python
 python=${XD_PYTHON:-${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}}
 if [ -n "$XD_PYTHON" ]; then
     own=
@@ -22,4 +24,4 @@ case $python in
 *) if env --block-signal=INT true 2> /dev/null; then block='env --block-signal=INT'; fi ;;
 esac
 # shellcheck disable=SC2086 # words
-exec $block "$python" -S "$root/tools/start.py" "$own" "$tool" "$@"
+exec $block "$python" -S "$tools/start.py" "$own" "$tool" "$@"

@@ -7,6 +7,7 @@ line, not the interpreter's traceback and 1.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -23,7 +24,9 @@ def run(tool: str) -> NoReturn:
 
         signals.by_default()
         streams.make_sound()
+        gc.disable()  # nothing that is imported is garbage
         module = importlib.import_module(f"libxd.cmd.{tool}")
+        gc.enable()
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:  # an import runs all of a package that may be broken in any way

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from libxd import canon
+from libxd import canon, plugins
 from libxd.errors import Status, XdError
 from libxd.operators.descriptor import OperatorDescriptor
-from libxd.operators.installed import GROUP, SMOKE_GROUP, entries
+from libxd.operators.installed import GROUP, SMOKE_GROUP
 
 
 class SemanticOperatorCatalog:
@@ -61,7 +61,7 @@ def load(smoke: bool) -> SemanticOperatorCatalog:
     groups = (GROUP, SMOKE_GROUP) if smoke else (GROUP,)
     catalog = SemanticOperatorCatalog()
     for group in groups:
-        for entry in entries(group).values():
+        for entry in plugins.entries(group).values():
             catalog = catalog.register(_descriptor(entry, group))
     return catalog
 
@@ -94,11 +94,7 @@ def _listed(values: Iterable[Any]) -> str:
 
 def _descriptor(entry: importlib.metadata.EntryPoint, group: str) -> OperatorDescriptor:
     """An entry point's descriptor. XdError 70 when it cannot be loaded or is not what its entry says."""
-    try:
-        descriptor = entry.load()
-    except (ImportError, AttributeError) as error:
-        raise XdError(f"operator {entry.name} cannot be loaded: {error}", status=Status.BUG, code="bad-operator",
-                      where=entry.value) from error
+    descriptor = plugins.load("operator", entry)
     if not isinstance(descriptor, OperatorDescriptor) or descriptor.backend != entry.name:
         raise XdError("an operator's entry point must name its backend and lead to its descriptor", status=Status.BUG,
                       code="bad-operator", where=entry.value, expected=entry.name)

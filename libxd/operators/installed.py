@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from libxd.plugins import entries
 
 GROUP = "xd.operators"
 SMOKE_GROUP = "xd.smoke_operators"
-
-
-@cache
-def entries(group: str) -> dict[str, EntryPoint]:
-    """Backend -> entry point of one group."""
-    return {entry.name: entry for entry in entry_points(group=group)}
 
 
 def backends() -> list[str]:

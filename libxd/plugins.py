@@ -1,0 +1,41 @@
+"""What is installed beside xd and found by entry point: runtimes and operators. Listing them imports nothing."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from typing import Any
+
+from libxd.errors import Status, XdError
+
+
+@cache  # finding them reads the metadata of every package there is
+def _installed() -> EntryPoints:
+    return entry_points()
+
+
+@cache
+def entries(group: str) -> dict[str, EntryPoint]:
+    """Name -> entry point of one group. XdError 70 when two packages claim one name."""
+    found: dict[str, EntryPoint] = {}
+    for entry in _installed().select(group=group):
+        other = found.setdefault(entry.name, entry)
+        if other.value != entry.value:
+            raise XdError(f"two packages install {entry.name} into {group}", status=Status.BUG, code="duplicate-plugin",
+                          found=" and ".join(sorted(map(_origin, (other, entry)))), hint="uninstall one of them")
+    return found
+
+
+def load(kind: str, entry: EntryPoint) -> Any:
+    """What an entry point leads to. kind: "runtime" or "operator". XdError 70 when that cannot be imported."""
+    try:
+        return entry.load()
+    except Exception as error:  # it runs the whole of a foreign module
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise XdError(f"{kind} {entry.name} cannot be loaded: {what}", status=Status.BUG, code=f"bad-{kind}",
+                      where=_origin(entry)) from error
+
+
+def _origin(entry: EntryPoint) -> str:
+    package = entry.dist
+    return f"{entry.value} of {package.name} {package.version}" if package else entry.value

@@ -1,0 +1,76 @@
+"""Foreign packages: named when they do not load, refused when two claim one name."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+
+from libxd import plugins
+from libxd.errors import Status, XdError
+
+GROUP = "xd.runtimes"
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """install(package, name, value, source): a package whose entry point it is, its module written from source."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def install(package: str, name: str, value: str, source: str = "") -> None:
+        (tmp_path / f"{value.partition(':')[0]}.py").write_text(source)
+        metadata = tmp_path / f"{package}-1.2.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2\n")
+        (metadata / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = {value}\n")
+        assert any(found.name == package for found in distributions(path=[str(tmp_path)]))
+
+    def forget() -> None:
+        plugins._installed.cache_clear()
+        plugins.entries.cache_clear()
+
+    forget()
+    yield install
+    forget()
+    sys.modules.pop("their_engine", None)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def", "SyntaxError"),
+        ("raise ValueError('two\\nlines')", "ValueError: two lines"),
+        ("import no_such_module", "ModuleNotFoundError"),
+        ("", "AttributeError"),
+    ],
+)
+def test_what_does_not_load_is_named_with_its_package(install, source, said):
+    install("their-package", "theirs", "their_engine:RUNTIME", source)
+    with pytest.raises(XdError) as caught:
+        plugins.load("runtime", plugins.entries(GROUP)["theirs"])
+    assert caught.value.status == Status.BUG
+    line = caught.value.line()
+    assert "runtime theirs cannot be loaded" in line
+    assert said in line
+    assert "their_engine:RUNTIME of their-package 1.2" in line
+
+
+def test_what_loads_is_given(install):
+    install("their-package", "theirs", "their_engine:RUNTIME", "RUNTIME = 7")
+    assert plugins.load("runtime", plugins.entries(GROUP)["theirs"]) == 7
+
+
+def test_two_packages_with_one_name_are_refused(install):
+    install("their-package", "theirs", "their_engine:RUNTIME")
+    install("other-package", "theirs", "other_engine:RUNTIME")
+    with pytest.raises(XdError, match="two packages install theirs") as caught:
+        plugins.entries(GROUP)
+    assert "other-package 1.2 and their_engine:RUNTIME of their-package 1.2" in caught.value.line()
+
+
+def test_one_entry_that_two_packages_share_is_one(install):
+    install("their-package", "theirs", "their_engine:RUNTIME")
+    install("their-package-renamed", "theirs", "their_engine:RUNTIME")
+    assert "theirs" in plugins.entries(GROUP)
