@@ -151,6 +151,23 @@ PY
     grep -qE '^rollout.dtype=bfloat16 +MISMATCH' <<< "$output"
 }
 
+@test "make -k goes on with the other groups when a pipe fails, and the next run finishes" {
+    small dies 'config["interventions"].append({"path": "rollout.dtype", "values": ["bfloat16", "float16"]})'
+    cat > "$place/python" <<EOS # the first engine that is started dies at once
+#!/bin/sh
+case "\$*" in *libxd.scoring.child*) if mkdir "$place/once" 2> /dev/null; then kill -KILL \$\$; fi ;; esac
+exec "$VIRTUAL_ENV/bin/python" "\$@"
+EOS
+    chmod +x "$place/python"
+    export XD_PYTHON_CPU_SMOKE=$place/python
+    run -2 small_make dies -k run
+    [[ "$output" == *SIGKILL* && "$output" == *".done] Error 75"* ]]
+    [ "$(grep -cE ' (PASS|MISMATCH) ' <<< "$output")" = 3 ]
+    [ "$(grep -cE ' incomplete ' <<< "$output")" = 1 ]
+    run -0 small_make dies -k run
+    [ "$(grep -cE ' (PASS|MISMATCH) ' <<< "$output")" = 4 ]
+}
+
 @test "a closed pipe at the end of the chain is no traceback" {
     run bash -o pipefail -c "xd-plan -q experiments/s0.json | xd-materialize --runs $place/runs ${smoke[*]} 2> $place/err | head -n 1"
     run -1 grep Traceback "$place/err"
