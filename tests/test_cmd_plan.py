@@ -13,7 +13,7 @@ from planning_fixtures import checkpoint_directory, experiment_config, put
 from libxd import planner, schema
 from libxd.errors import Status
 
-SHIPPED = {"s1": 3, "s2": 10, "s3": 3, "smollm2": 14, "smollm2-fp32": 12}
+SHIPPED = {"s1": 3, "s2": 10, "s3": 3, "smollm2": 14, "smollm2-fp32": 12, "smollm2-cuda": 14}
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_s3_is_the_contracts_example(root):
     ]
 
 
-@pytest.mark.parametrize("name", ["smollm2", "smollm2-fp32"])
+@pytest.mark.parametrize("name", ["smollm2", "smollm2-fp32", "smollm2-cuda"])
 def test_the_main_experiment_turns_all_ten_knobs(root, name):
     config = json.loads((root / "experiments" / f"{name}.json").read_text())
     catalog = schema.load("common")["$defs"]["knob_path"]["enum"]

@@ -23,7 +23,7 @@ from xdkernels.dispatch import use_kernels
 from xdkernels.reference import logprob as reference
 
 if TYPE_CHECKING:
-    from xdkernels.jit.linear_logprob import Head
+    from xdkernels.jit.head import Head
 
 #: rows of a sweep that keeps its exponentials: 1024 x 151936 of bfloat16 are 0.29 GiB, and fill an H200 with 128 tiles
 CHUNK_TOKENS = 1024
@@ -86,7 +86,7 @@ class _LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, ids, bias, temperature, softcap, vocab, entropy, chunk_tokens, direction):
-        from xdkernels.jit import linear_logprob as kernels
+        from xdkernels.jit import head as kernels
 
         ctx.set_materialize_grads(False)
         ctx.head = functools.partial(
@@ -106,7 +106,7 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream, entropy_upstream):
-        from xdkernels.jit import linear_logprob as kernels
+        from xdkernels.jit import head as kernels
 
         hidden, weight, ids, bias, logprobs, logsumexp, entropies, directions = ctx.saved_tensors
         nothing = (None,) * 10
@@ -129,7 +129,7 @@ def _sweep_again(
     hidden, weight, ids, head_of, logprobs, logsumexp, entropies, upstream, entropy_upstream, needs
 ):  # fmt: skip
     """The gradients asked for, by a second sweep over slices of the vocabulary. Accumulated in float32."""
-    from xdkernels.jit import linear_logprob as kernels
+    from xdkernels.jit import head as kernels
 
     needs_hidden, needs_weight, needs_bias = needs
     rows, width = hidden.shape

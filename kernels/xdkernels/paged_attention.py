@@ -36,7 +36,7 @@ class Tiling(NamedTuple):
 TILINGS = {
     (2, 64): Tiling(block_n=64, num_warps=4, num_stages=4, programs_per_sm=32),
     (2, 96): Tiling(block_n=32, num_warps=4, num_stages=3, programs_per_sm=32),
-    (2, 128): Tiling(block_n=32, num_warps=4, num_stages=3, programs_per_sm=32),
+    (2, 128): Tiling(block_n=32, num_warps=4, num_stages=3, programs_per_sm=48),
     (2, 256): Tiling(block_n=32, num_warps=4, num_stages=3, programs_per_sm=32),
     (4, 64): Tiling(block_n=32, num_warps=4, num_stages=3, programs_per_sm=32),
     (4, 96): Tiling(block_n=32, num_warps=4, num_stages=3, programs_per_sm=32),

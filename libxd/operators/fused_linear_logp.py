@@ -24,9 +24,9 @@ DESCRIPTOR = OperatorDescriptor(
     factory="libxd.operators.fused_linear_logp:make",
     version="1",
     sources=(
-        "xdkernels.arguments", "xdkernels.dispatch", "xdkernels.jit.fold", "xdkernels.jit.launch",
-        "xdkernels.jit.linear_logprob", "xdkernels.jit.logsumexp", "xdkernels.jit.tanh", "xdkernels.linear_logprob",
-        "xdkernels.logsumexp", "xdkernels.reference.logprob",
+        "xdkernels.arguments", "xdkernels.dispatch", "xdkernels.jit.fold", "xdkernels.jit.head",
+        "xdkernels.jit.launch", "xdkernels.jit.linear_logprob", "xdkernels.jit.logsumexp", "xdkernels.jit.tanh",
+        "xdkernels.linear_logprob", "xdkernels.logsumexp", "xdkernels.reference.logprob",
     ),
 )  # fmt: skip
 

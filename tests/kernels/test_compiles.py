@@ -51,7 +51,7 @@ for temperature, entropy in ((1.0, False), (0.7, True)):
     ),
     "linear_logprob": (
         """
-from xdkernels.jit import linear_logprob as kernels
+from xdkernels.jit import head as kernels
 hidden, weight = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(1000, 64, dtype=torch.bfloat16)
 ids, rows, out = torch.zeros(4, dtype=torch.int64), torch.zeros(4), torch.zeros(4, 1024, dtype=torch.bfloat16)
 for bias, temperature, softcap, entropy in ((None, 1.0, None, False), (torch.zeros(1000), 0.7, 30.0, True)):
@@ -63,8 +63,8 @@ for bias, temperature, softcap, entropy in ((None, 1.0, None, False), (torch.zer
     pull = rows if entropy else None
     kernels.logit_gradients(hidden, head, ids, rows, rows, pull, rows, pull, slice(0, 1000), out)
 """,
-        "_direction_kernel _head_kernel _logit_gradient_kernel _merge_kernel _rescale_kernel _scale_rows_kernel "
-        "_selected_kernel",
+        "direction_kernel head_kernel logit_gradient_kernel merge_kernel rescale_kernel scale_rows_kernel "
+        "selected_kernel",
     ),
     "paged_attention": (
         """

@@ -14,7 +14,7 @@ from tolerances import (
     LIKELY_LOGPROB_RELATIVE,
 )
 from xdkernels import linear_logprob
-from xdkernels.jit import linear_logprob as kernels
+from xdkernels.jit import head as kernels
 from xdkernels.linear_logprob import linear_selected_logprob
 
 N, H, V = 9, 72, 700

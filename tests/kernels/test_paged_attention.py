@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_fixtures import Paged, excess, paged
-from xdkernels.jit.paged_attention import FIND_BLOCK, MERGE_BLOCK, launch
+from xdkernels.jit.paged_attention import MERGE_BLOCK, launch
+from xdkernels.jit.paged_items import FIND_BLOCK
 from xdkernels.paged_attention import TILINGS, paged_decode_attention
 
 SPLIT = 64

@@ -20,51 +20,24 @@ The selected token's logit comes from a float32 dot product ahead of the sweep. 
 at the merge. Where it has nearly all of the probability, 1 - p is then a sum of small things and no difference of large
 ones: neither its logprob nor its gradient loses digits.
 
-Kernels are launched with FUSION off, and multiply-adds written as such: whether a tile is stored, or an entropy summed
-beside it, does not change a bit of the logprob.
+`jit.head` launches them, with FUSION off, and multiply-adds are written as such: whether a tile is stored, or an
+entropy summed beside it, does not change a bit of the logprob.
 
 Shape suffixes: M rows (tokens) and N columns (vocabulary) of a tile, K its slice of the hidden size, T tiles of a row.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from xdkernels.jit.fold import FUSION, LOG2_E, LOWEST, fold_sum
-from xdkernels.jit.launch import multiprocessors, on_device_of
+from xdkernels.jit.fold import LOG2_E, LOWEST, fold_sum
 from xdkernels.jit.tanh import tanh
 
 LN_2 = tl.constexpr(0.6931471805599453)
 #: a tile takes the row's reference when its own is no further from it than this: 2^64 times 2^18 columns is far from
 #: the end of float32 and bfloat16, and what 2^-64 of the selected token's weight adds to a sum is below its rounding
 REACH = tl.constexpr(64.0)
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Sizes of the head product. Part of the arithmetic: another BLOCK_N or BLOCK_K is another order of sums."""
-
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 64
-    #: row blocks that are worked on side by side, so that a tile of the weight is read from L2 by all of them
-    group_m: int = 8
-    num_warps: int = 8
-    num_stages: int = 3
-
-
-TILING = Tiling()
-#: tiles whose references a program of the rescaling looks at together
-RESCALE_STRIP = 16
-#: elements that a program scales
-SCALE_SIZE = 8192
-#: rows times tiles (a power of two) that a program of the merge holds in registers
-MERGE_SIZE = 8192
 
 
 @triton.jit
@@ -105,7 +78,7 @@ def _finish_logits(
 
 
 @triton.jit
-def _selected_kernel(
+def selected_kernel(
     hidden, weight, bias, ids, selected, reference, hidden_stride, weight_stride, H, softcap, temperature,
     HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +105,7 @@ def _selected_kernel(
 
 
 @triton.jit(do_not_specialize=["N", "row_blocks", "programs"])
-def _head_kernel(
+def head_kernel(
     hidden, weight, exponentials, bias, ids, reference, references, totals, weighted,
     N, vocab, H, row_blocks, column_blocks, programs, softcap, temperature,
     HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, ENTROPY: tl.constexpr, STORE: tl.constexpr,
@@ -167,8 +140,9 @@ def _head_kernel(
         tl.store(references + at, reference_M, mask=live_M)
         tl.store(totals + at, fold_sum(e_MN, BLOCK_M, BLOCK_N), mask=live_M)
         if ENTROPY:
-            product_MN = tl.where(e_MN == 0.0, 0.0, e_MN * shifted_MN)  # 0 * -inf is 0 here; NaN stays
-            tl.store(weighted + at, fold_sum(product_MN, BLOCK_M, BLOCK_N), mask=live_M)
+            # 2^-256 is 0, and so is its product, where that of -inf would be NaN; what is NaN stays
+            bounded_MN = tl.maximum(shifted_MN, -256.0, propagate_nan=tl.PropagateNan.ALL)
+            tl.store(weighted + at, fold_sum(e_MN * bounded_MN, BLOCK_M, BLOCK_N), mask=live_M)
         if STORE:
             exponentials.store([row, column], (e_MN * slope_MN).to(tl.bfloat16))
 
@@ -181,7 +155,7 @@ def _log1p(x):
 
 
 @triton.jit(do_not_specialize=["N"])
-def _merge_kernel(
+def merge_kernel(
     reference, references, totals, weighted, selected, logprobs, logsumexp, entropies,
     row_reference, row_total, row_rest, N, tiles,
     ENTROPY: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
@@ -222,7 +196,7 @@ def _merge_kernel(
 
 
 @triton.jit(do_not_specialize=["N"])
-def _rescale_kernel(
+def rescale_kernel(
     exponentials, references, row_reference, N, tiles, stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
@@ -251,7 +225,7 @@ def _rescale_kernel(
 
 
 @triton.jit(do_not_specialize=["size"])
-def _scale_rows_kernel(matrix, factor, out, size, width, BLOCK: tl.constexpr):
+def scale_rows_kernel(matrix, factor, out, size, width, BLOCK: tl.constexpr):
     """out = factor * matrix, a factor a row, both [N, width] in one piece; the product is float32, rounded once."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
@@ -260,7 +234,7 @@ def _scale_rows_kernel(matrix, factor, out, size, width, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["N"])
-def _direction_kernel(
+def direction_kernel(
     sums, weight, ids, selected, row_total, row_rest, direction, N, width, H, weight_stride, softcap, temperature,
     SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -290,7 +264,7 @@ def _direction_kernel(
 
 
 @triton.jit(do_not_specialize=["N", "row_blocks", "programs"])
-def _logit_gradient_kernel(
+def logit_gradient_kernel(
     hidden, weight, gradients, bias, ids, missing, logsumexp, entropy, upstream, entropy_upstream,
     N, columns, first_column, vocab, H, row_blocks, column_blocks, programs, softcap, temperature,
     HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, ENTROPY: tl.constexpr,
@@ -328,167 +302,3 @@ def _logit_gradient_kernel(
             gradient_MN = gradient_MN / temperature
         gradient_MN = tl.where(columns_N[None, :] < vocab, gradient_MN, 0.0)
         gradients.store([row, column], gradient_MN.to(tl.bfloat16))
-
-
-@dataclass(frozen=True)
-class Head:
-    """A head as the kernels take it: weight [V, H] bfloat16, unit stride and 16-byte rows; what bends its logits."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    temperature: float
-    softcap: float | None
-    vocab: int
-    tiling: Tiling = TILING
-
-    @property
-    def constants(self) -> dict[str, bool]:
-        """What of it the compiler sees."""
-        return {
-            "HAS_BIAS": self.bias is not None,
-            "SOFTCAP": self.softcap is not None,
-            "TEMPERED": self.temperature != 1.0,
-        }
-
-    @property
-    def scalars(self) -> tuple[float, float]:
-        """Softcap and temperature, as the kernels take them."""
-        return float(self.softcap or 1.0), float(self.temperature)
-
-
-@dataclass(frozen=True)
-class Swept:
-    """What sweeps leave of N rows, in one piece each: float32 [N]; direction in hidden's dtype [N, H]. None: not asked.
-
-    direction: d logprob / d hidden.
-    """
-
-    logprobs: torch.Tensor
-    logsumexp: torch.Tensor
-    entropies: torch.Tensor | None
-    direction: torch.Tensor | None
-
-    @classmethod
-    def empty(cls, hidden: torch.Tensor, *, entropy: bool, direction: bool) -> Swept:
-        """Room for the rows of hidden [N, H]."""
-        rows = [torch.empty(hidden.shape[0], device=hidden.device) for _ in range(3 if entropy else 2)]
-        return cls(
-            *rows[:2], rows[2] if entropy else None,
-            torch.empty_like(hidden, memory_format=torch.contiguous_format) if direction else None,
-        )  # fmt: skip
-
-    def part(self, rows: slice) -> Swept:
-        """Of some rows: a view."""
-        parts = (self.logprobs, self.logsumexp, self.entropies, self.direction)
-        return Swept(*(None if part is None else part[rows] for part in parts))
-
-
-def sweep(hidden: torch.Tensor, head: Head, ids: torch.Tensor, into: Swept, *, product_rows: int | None = None) -> None:
-    """One sweep over rows whose partial sums fit into memory; what `into` has room for is filled.
-
-    hidden: bfloat16 [N, H], unit stride, 16-byte rows. product_rows, with a direction: at least N; the rows that are
-    multiplied by the weight once more, by the vendor's product, whose choice of kernel may follow their number: so pass
-    always the same. The probabilities of as many rows are held, bfloat16 [product_rows, V].
-    """
-    rows, width = hidden.shape
-    tiling = head.tiling
-    tiles = triton.cdiv(head.weight.shape[0], tiling.block_n)
-    entropy, direction = into.entropies is not None, into.direction is not None
-
-    def floats(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=hidden.device)
-
-    reference, selected, row_reference, row_total, row_rest = floats(5, rows)
-    references, totals = floats(tiles, rows), floats(tiles, rows)
-    weighted = floats(tiles, rows) if entropy else totals
-    padded = tiles * tiling.block_n if direction else 8
-    exponentials = torch.empty(product_rows if direction else 1, padded, dtype=torch.bfloat16, device=hidden.device)
-    bias = head.bias if head.bias is not None else reference
-    row_blocks = triton.cdiv(rows, tiling.block_m)
-    programs = min(row_blocks * tiles, multiprocessors(hidden.device))
-    with on_device_of(hidden):
-        _selected_kernel[(rows,)](
-            hidden, head.weight, bias, ids, selected, reference, hidden.stride(0), head.weight.stride(0), width,
-            *head.scalars, **head.constants, BLOCK=min(1024, triton.next_power_of_2(width)), **FUSION,
-        )  # fmt: skip
-        _head_kernel[(programs,)](
-            TensorDescriptor.from_tensor(hidden, [tiling.block_m, tiling.block_k]),
-            TensorDescriptor.from_tensor(head.weight, [tiling.block_n, tiling.block_k]),
-            TensorDescriptor.from_tensor(exponentials, [tiling.block_m, tiling.block_n] if direction else [1, 8]),
-            bias, ids, reference, references, totals, weighted,
-            rows, head.vocab, width, row_blocks, tiles, programs, *head.scalars,
-            **head.constants, ENTROPY=entropy, STORE=direction, **_blocks(tiling),
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages, **FUSION,
-        )  # fmt: skip
-        padded_tiles = triton.next_power_of_2(tiles)
-        merged_rows = max(1, MERGE_SIZE // padded_tiles)
-        _merge_kernel[(triton.cdiv(rows, merged_rows),)](
-            reference, references, totals, weighted, selected, into.logprobs, into.logsumexp,
-            into.entropies if entropy else into.logprobs, row_reference, row_total, row_rest, rows, tiles,
-            ENTROPY=entropy, ROWS=merged_rows, PADDED=padded_tiles, num_warps=8, **FUSION,
-        )  # fmt: skip
-        if direction:
-            _rescale_kernel[(row_blocks, triton.cdiv(tiles, RESCALE_STRIP))](
-                exponentials, references, row_reference, rows, tiles, padded,
-                tiling.block_m, tiling.block_n, RESCALE_STRIP, num_warps=8, **FUSION,
-            )  # fmt: skip
-            # rows beyond N hold whatever was there, and give rows that nobody reads
-            sums = product(exponentials[:, : head.weight.shape[0]], head.weight)
-            _direction_kernel[(rows,)](
-                sums, head.weight, ids, selected, row_total, row_rest, into.direction,
-                rows, into.direction.shape[1], width, head.weight.stride(0), *head.scalars,
-                SOFTCAP=head.softcap is not None, TEMPERED=head.temperature != 1.0,
-                BLOCK=min(2048, triton.next_power_of_2(width)), **FUSION,
-            )  # fmt: skip
-
-
-def scale_rows(matrix: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """factor[:, None] * matrix in the matrix's dtype; contiguous [N, H], float32 [N]."""
-    out = torch.empty_like(matrix)
-    if matrix.numel():
-        with on_device_of(matrix):
-            _scale_rows_kernel[(triton.cdiv(matrix.numel(), SCALE_SIZE),)](
-                matrix, factor, out, matrix.numel(), matrix.shape[1], BLOCK=SCALE_SIZE, num_warps=8
-            )
-    return out
-
-
-def logit_gradients(
-    hidden: torch.Tensor, head: Head, ids: torch.Tensor, logprobs: torch.Tensor, logsumexp: torch.Tensor,
-    entropy: torch.Tensor | None, upstream: torch.Tensor, entropy_upstream: torch.Tensor | None, columns: slice,
-    out: torch.Tensor,
-) -> None:  # fmt: skip
-    """Fill `out`, bfloat16 [N, columns rounded up to tiles], with d loss / d (hidden @ weight.T) over the columns.
-
-    logprobs, logsumexp, upstream: float32 [N]; entropy and entropy_upstream go together, or are both none.
-    """
-    rows, width = hidden.shape
-    tiling = head.tiling
-    weight = head.weight[columns]
-    row_blocks, tiles = triton.cdiv(rows, tiling.block_m), triton.cdiv(weight.shape[0], tiling.block_n)
-    programs = min(row_blocks * tiles, multiprocessors(hidden.device))
-    with on_device_of(hidden):
-        _logit_gradient_kernel[(programs,)](
-            TensorDescriptor.from_tensor(hidden, [tiling.block_m, tiling.block_k]),
-            TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k]),
-            TensorDescriptor.from_tensor(out, [tiling.block_m, tiling.block_n]),
-            head.bias if head.bias is not None else logsumexp, ids, -torch.expm1(logprobs), logsumexp,
-            entropy if entropy_upstream is not None else logsumexp, upstream,
-            entropy_upstream if entropy_upstream is not None else upstream,
-            rows, weight.shape[0], columns.start, head.vocab, width, row_blocks, tiles, programs, *head.scalars,
-            **head.constants, ENTROPY=entropy_upstream is not None, **_blocks(tiling),
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages, **FUSION,
-        )  # fmt: skip
-
-
-def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left @ right of bfloat16 operands with float32 accumulation *and* float32 result."""
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()  # the interpreter's machine: products of bfloat16 are exact in float32
-
-
-def _blocks(tiling: Tiling) -> dict[str, int]:
-    return {
-        "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k, "GROUP_M": tiling.group_m,
-    }  # fmt: skip

@@ -1,11 +1,10 @@
 """Paged decode attention in Triton: splits of the keys, then their merge. Fixed orders throughout, and no atomics.
 
 Two kernels. The first attends to one split of one key-value head an item, and its programs find their items from the
-lengths themselves: a list of them would take a kernel of its own to write, and each launch is some microseconds in
-which nothing is read. The second merges a row's splits. What decides a row's bits is written in the source: splits and
-tiles of keys begin at multiples of their size counted from the first token, sums over keys are kept a lane and folded
-by index at the end of the split, and the merge folds splits in order, MERGE_BLOCK at a time from the first that the
-window reaches. How many programs stride over the items, and in which order items come, decides nothing.
+lengths themselves (`jit.paged_items`). The second merges a row's splits. What decides a row's bits is written in the
+source: splits and tiles of keys begin at multiples of their size counted from the first token, sums over keys are kept
+a lane and folded by index at the end of the split, and the merge folds splits in order, MERGE_BLOCK at a time from the
+first that the window reaches. How many programs stride over the items, and in which order items come, decides nothing.
 
 Arguments whose value or alignment follows the batch (its size, the table's width, where a row begins) are kept out of
 Triton's specialisation, so that one binary serves every batch. Strides and alignment of the cache do specialise:
@@ -27,53 +26,14 @@ from triton.runtime import driver
 
 from xdkernels.jit.fold import FUSION, LOWEST, fold_sum
 from xdkernels.jit.launch import multiprocessors, on_device_of
+from xdkernels.jit.paged_items import FIND_BLOCK, count_splits, find_split, first_split
 from xdkernels.jit.tanh import tanh
 from xdkernels.paged_attention import Tiling
 
-#: lengths that a program looks at together to find its item: a warp's lanes, so that warps need not wait for each other
-FIND_BLOCK = 32
 #: splits that the merge loads at a time; part of the arithmetic, hence one constant
 MERGE_BLOCK = 32
 #: rows of a tile of 16-bit operands at least: the matrix instruction's. float32 needs none, and multiplies no padding
 LEAST_ROWS = 16
-
-
-@triton.jit
-def _first_split(length, window, SPLIT: tl.constexpr):
-    """The split that holds the first token within the window."""
-    return tl.maximum(length - window, 0) // SPLIT
-
-
-@triton.jit
-def _split_counts(first, context_lens, batch, window, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Splits within the window of each of BLOCK sequences from `first` on; 0 beyond the batch."""
-    sequences = first + tl.arange(0, BLOCK)
-    lengths = tl.load(context_lens + sequences, mask=sequences < batch, other=0)
-    return tl.cdiv(lengths, SPLIT) - _first_split(lengths, window, SPLIT)
-
-
-@triton.jit
-def _places(context_lens, batch, window, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Splits of all sequences. Integers, here and below: any order of summation is exact."""
-    counts = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, batch, BLOCK):
-        counts += _split_counts(first, context_lens, batch, window, SPLIT, BLOCK)
-    return tl.sum(counts)
-
-
-@triton.jit
-def _find(place, context_lens, batch, window, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    """What is at a place among the splits of all sequences: the sequence, and how many of its splits come before."""
-    total = 0
-    sequence = 0
-    before = 0
-    for first in range(0, batch, BLOCK):
-        counts = _split_counts(first, context_lens, batch, window, SPLIT, BLOCK)
-        passed = total + tl.cumsum(counts) <= place  # false beyond the batch, where nothing is added to the last sum
-        sequence += tl.sum(passed.to(tl.int32))
-        before += tl.sum(tl.where(passed, counts, 0))
-        total += tl.sum(counts)
-    return sequence, place - before
 
 
 @triton.jit(
@@ -126,12 +86,12 @@ def _split_kernel(
     dims = tl.arange(0, BLOCK_D)
     row_mask = rows < GROUP
     query_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
-    items = _places(context_lens, batch, window, SPLIT, FIND) * KV_HEADS
+    items = count_splits(context_lens, batch, window, SPLIT, FIND) * KV_HEADS
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         head = item % KV_HEADS
-        sequence, nth = _find(item // KV_HEADS, context_lens, batch, window, SPLIT, FIND)
+        sequence, nth = find_split(item // KV_HEADS, context_lens, batch, window, SPLIT, FIND)
         length = tl.load(context_lens + sequence)
-        split = _first_split(length, window, SPLIT) + nth
+        split = first_split(length, window, SPLIT) + nth
         slot = sequence * splits + split
         start = tl.maximum(length - window, 0)
         begin = tl.maximum(split * SPLIT, start // BLOCK_N * BLOCK_N)
@@ -199,7 +159,7 @@ def _merge_kernel(
     dims = tl.arange(0, BLOCK_D)
     lanes = tl.arange(0, BLOCK_C)
     length = tl.load(context_lens + sequence)
-    begin = sequence * splits + _first_split(length, window, SPLIT)
+    begin = sequence * splits + first_split(length, window, SPLIT)
     end = sequence * splits + tl.cdiv(length, SPLIT)
     m = LOWEST + 0.0
     s = 0.0
@@ -259,7 +219,7 @@ def launch(
     q, context_lens = q.contiguous(), context_lens.contiguous()
     if block_tables.stride(-1) != 1:
         block_tables = block_tables.contiguous()
-    whole = torch.iinfo(torch.int32).max if window is None else min(window, torch.iinfo(torch.int32).max)
+    reach = torch.iinfo(torch.int32).max if window is None else min(window, torch.iinfo(torch.int32).max)
     splits = triton.cdiv(block_tables.shape[1] * page, split_tokens)  # at most: the lengths stay on the device
     slots = batch * splits
 
@@ -285,7 +245,7 @@ def launch(
             block_tables.stride(0),
             batch,
             splits,
-            whole,
+            reach,
             float(scale),  # an integer would be specialised on
             1.0 if softcap is None else float(softcap),
             KV_HEADS=kv_heads,
@@ -312,7 +272,7 @@ def launch(
             context_lens,
             out,
             splits,
-            whole,
+            reach,
             SPLIT=split_tokens,
             HEADS=heads,
             HEAD_DIM=head_dim,
