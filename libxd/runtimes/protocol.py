@@ -207,8 +207,9 @@ class Runtime(Protocol):
     directory, or the runtime's own name for a model.
     `numerics() -> dict`, JSON, where its library has numeric state of the whole process (thread count, TF32, autocast):
     it must stay what it was when the process began, but for what the plan's engine arguments say under the same name.
-    `synthetic_parameters(synthetic: dict, dtype: str) -> dict`, name -> digest, and `synthetic_model(synthetic: dict) ->
-    dict`, sizes as in the identity's `model`, where it makes models from a seed: what a checkpoint's files say otherwise.
+    `synthetic_parameters(synthetic: dict, dtype: str) -> dict`, name -> digest, and
+    `synthetic_model(synthetic: dict) -> dict`, sizes as in the identity's `model`, where it makes models from a seed:
+    what a checkpoint's files say otherwise.
     """
 
     name: str
