@@ -1,8 +1,1 @@
-"""Triton kernels and their launchers; the one room that imports triton."""
-
-from triton import knobs
-
-if knobs.runtime.interpret:
-    from xdkernels.jit import interpreted
-
-    interpreted.repair()
+"""Triton kernels and their launchers: the only modules that import triton, so each is imported where it is launched."""

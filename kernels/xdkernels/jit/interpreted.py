@@ -1,6 +1,6 @@
 """Triton's interpreter, made to compute what a GPU does: without these three repairs its bfloat16 is garbage.
 
-Seen in triton 3.6 and 3.7. Applied once, when `xdkernels.jit` is imported under TRITON_INTERPRET=1.
+Seen in triton 3.6 and 3.7. Applied once, by `jit.launch` under TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
