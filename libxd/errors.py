@@ -30,7 +30,8 @@ class Status(IntEnum):
 _UNSET: Any = object()
 MAX_ISSUES = 32  # of one pass that are said; more says nothing new
 #: characters of a part of a message
-_MOST_PLACE, _MOST_TEXT, _MOST_FACT = 400, 2000, 300
+_MOST_PLACE, _MOST_TEXT, _MOST_FACT = 400, 2000, 120
+_MOST_CHOICES = 300  # what was expected may be a list, and a name that is cut helps nobody
 
 
 class XdError(ValueError):
@@ -94,6 +95,8 @@ class XdError(ValueError):
         """found and expected as a person reads them; None for what is not given."""
         found, expected = (None if value is _UNSET else _as_text(value) for value in (self.found, self.expected))
         if found is not None and expected is not None:
+            if len(found) <= _MOST_FACT and len(expected) <= _MOST_CHOICES:
+                return found, expected
             return told_apart(found, expected, _MOST_FACT)
         return found and shortened(found, _MOST_FACT), expected and shortened(expected, _MOST_FACT)
 

@@ -70,7 +70,7 @@ def of(
     runtimes: Mapping[str, str], pythons: Mapping[str, str | None], *, allow_smoke_operators: bool, strict: bool
 ) -> Policy:
     """A policy from names: side -> runtime name, side -> interpreter (None: the runtime's default)."""
-    loaded = {side: registry.load(runtimes[side]) for side in SIDES}
+    loaded = {side: registry.scorer(runtimes[side]) for side in SIDES}
     found = {side: pythons.get(side) for side in SIDES}
     policy = Policy(
         loaded,

@@ -97,6 +97,6 @@ def test_a_runtime_that_is_none_is_named_before_it_is_used(install, source, said
     install("their-package", "theirs", "their_engine:RUNTIME", source)
     registry.load.cache_clear()
     with pytest.raises(XdError) as caught:
-        registry.load("theirs")
+        registry.scorer("theirs")
     assert (caught.value.status, said in caught.value.line()) == (Status.BUG, True)
     assert "their_engine:RUNTIME of their-package 1.2" in caught.value.line()

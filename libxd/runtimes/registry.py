@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from libxd.runtimes.protocol import Runtime
 
 GROUP = "xd.runtimes"
-#: what every runtime must have
+#: what a runtime that scores must have
 _PARTS = (
     "name", "version", "sides", "registers_smoke_operators", "materialize", "estimate_bytes", "open",
 )  # fmt: skip
@@ -36,11 +36,18 @@ def load(name: str) -> Runtime:
         runtime = cast("Runtime", found() if isinstance(found, type) else found)
     except Exception as error:
         raise plugins.foreign("runtime", name, "cannot be made", error, where) from error
-    missing = [part for part in _PARTS if not hasattr(runtime, part)]
-    if missing:
-        raise XdError(f"runtime {name} lacks a part of the protocol: {', '.join(missing)}", status=Status.BUG,
-                      code="bad-runtime", where=where, hint="libxd/runtimes/protocol.py says what a Runtime has")
     if runtime.name != name:
         raise XdError("a runtime is registered under another name than its own", status=Status.BUG, code="bad-runtime",
                       where=where, found=name, expected=runtime.name)
+    return runtime
+
+
+def scorer(name: str) -> Runtime:
+    """The runtime of that name, to score with. XdError as `load`, and 70 when it lacks a part that scoring takes."""
+    runtime = load(name)
+    missing = [part for part in _PARTS if not hasattr(runtime, part)]
+    if missing:
+        raise XdError(f"runtime {name} lacks a part of the protocol: {', '.join(missing)}", status=Status.BUG,
+                      code="bad-runtime", where=plugins.origin(plugins.entries(GROUP)[name]),
+                      hint="libxd/runtimes/protocol.py says what a Runtime has")
     return runtime
