@@ -13,7 +13,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from libxd import checkpoint
-from libxd.errors import Status, XdError
+from libxd.errors import Status, XdError, ran_out_of_memory
 from libxd.runtimes import live
 from libxd.runtimes.protocol import Observation, Request, Scores
 from libxd.runtimes.torch_engine import TorchEngine
@@ -36,6 +36,7 @@ class RolloutEngine(TorchEngine):
         self.model = self.runner.get_model()
         self._checkpoint_tensors = checkpoint.tensor_names(locations["checkpoint"])
         super().__init__()
+        _require_whole(self.model, self._checkpoint_tensors)
 
     def _forget_run(self) -> None:
         super()._forget_run()
@@ -68,18 +69,20 @@ class RolloutEngine(TorchEngine):
             yield name, live.DTYPE_NAMES[held.dtype], tuple(held.shape), live.raw_bytes(held)
 
     def not_parameters(self) -> list[str]:
-        held = {name for name, _ in weights.named(self.model)}
-        if self.model.config.tie_word_embeddings:
-            held.add("lm_head.weight")
-        return sorted(self._checkpoint_tensors - held)
+        return sorted(self._checkpoint_tensors - weights.names(self.model))
 
     def score(self, sequences: Sequences, request: Request) -> Scores:
-        """As TorchEngine. XdError 69 for sequences that vLLM cannot be given as they are."""
+        """As TorchEngine. XdError 69 for sequences that vLLM cannot be given as they are, 75 when memory runs out."""
         _require_plain(sequences)
         if not self.llm.reset_prefix_cache():
             raise XdError("vLLM does not empty its prefix cache", status=Status.BUG, code="engine-error")
-        scores = super().score(sequences, request)
-        return scores if self._operator.inputs == "logits" else Scores(scores.logprobs, scores.observed, None)
+        try:
+            return super().score(sequences, request)
+        except Exception as error:
+            if isinstance(error, XdError) or not ran_out_of_memory(error):
+                raise
+            raise XdError(f"vLLM ran out of memory: {' '.join(str(error).split())}", status=Status.RETRY,
+                          code="out-of-memory", hint="a smaller batch.size needs less") from error  # fmt: skip
 
     def behaviour(self) -> dict[str, Observation]:
         assert self._observer is not None and self._forwards is not None and self._sequences is not None
@@ -137,7 +140,7 @@ class RolloutEngine(TorchEngine):
         )
         with forwards.watching(), replaying(self.runner, replay), self._runs.counting(self.model):
             yield
-        self._logits_dtypes = replay.logits_dtypes
+        self._logits_dtypes = replay.logits_dtypes if head_weight is None else set()
 
     def _score_batch(
         self, sequences: Sequences, batch: list[int], request: Request, observer: Observer, logprobs: np.ndarray
@@ -201,6 +204,18 @@ class RolloutEngine(TorchEngine):
         """Whether the scheduler's cache manager is one that keeps prefixes."""
         core = self.llm.llm_engine.engine_core.engine_core
         return core.scheduler.kv_cache_manager.enable_caching
+
+
+def _require_whole(model: Any, tensors: set[str]) -> None:
+    """XdError 69 for a model whose head is not where a language model has it; 65 when vLLM holds weights that the
+    checkpoint lacks, as it does where a part of a fused one is missing."""
+    if not hasattr(model, "lm_head") or not hasattr(model, "logits_processor"):
+        raise XdError("this model has no head of its own that could be observed", status=Status.REFUSED,
+                      code="unsupported-model", where=type(model).__name__)  # fmt: skip
+    missing = sorted(weights.names(model) - tensors - {weights.HEAD})
+    if missing:
+        raise XdError("the checkpoint lacks weights of the model, or vLLM knows them under other names",
+                      code="bad-checkpoint", where=type(model).__name__, found=missing)  # fmt: skip
 
 
 def _require_plain(sequences: Sequences) -> None:

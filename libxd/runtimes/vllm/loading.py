@@ -13,6 +13,9 @@ from libxd import checkpoint
 from libxd.errors import Status, XdError, ran_out_of_memory
 from libxd.runtimes.vllm import memory
 
+#: how vLLM says that its cache does not fit
+_NO_ROOM = ("requested memory for kv", "KV cache memory", "No available memory for the cache blocks")
+
 
 def load(locations: dict[str, Any], engine: dict[str, Any]) -> LLM:
     """The engine, in this process.
@@ -48,6 +51,10 @@ def load(locations: dict[str, Any], engine: dict[str, Any]) -> LLM:
     except Exception as error:  # of many kinds: its own, of pydantic, safetensors and torch
         if ran_out_of_memory(error):
             raise
+        if any(words in str(error) for words in _NO_ROOM):
+            raise XdError(f"there is no memory for vLLM's cache: {' '.join(str(error).split())}", status=Status.RETRY,
+                          code="out-of-memory", hint="it holds all frozen sequences: fewer or shorter ones need less",
+                          ) from error  # fmt: skip
         raise XdError(f"vLLM cannot load this checkpoint: {type(error).__name__}: {error}", code="bad-checkpoint",
                       where=where) from error  # fmt: skip
     finally:
