@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(
     not PYTHON, reason="no vLLM here: make setup-vllm, then XD_PYTHON_VLLM=.venv-vllm/bin/python"
 )
 ENGINES = ROOT / "tests" / "engines"
+#: runtimes that are vllm but for one thing -> what the verdict blames
+DISHONEST = {"vllm-reloads-weights": "weights", "vllm-feeds-other-id": "token-ids"}
 
 
 @pytest.fixture(scope="module")
@@ -190,14 +192,18 @@ def test_a_sequence_may_be_as_long_as_the_context(answer):
 
 @pytest.fixture(scope="module")
 def judged(root, tmp_path_factory):
-    """Case or dishonest runtime -> (comparison, effect, rollout readback); float32 on both sides."""
+    """Case or dishonest runtime -> (comparison, rollout readback); float32 on both sides."""
     model = root / "models" / "smollm2-135m-instruct"
     assert (model / "model.safetensors").exists(), "run `make model`"
     place = tmp_path_factory.mktemp("chain")
     tools = Tools(place)
+    # where both interpreters find xd and the dishonest runtimes, and what those runtimes run in
+    paths = [str(ENGINES), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    installed = {"PYTHONPATH": os.pathsep.join(paths)}
+    installed |= {f"XD_PYTHON_{name.upper().replace('-', '_')}": str(PYTHON) for name in DISHONEST}
 
     def ran(tool, *arguments, stdin=""):
-        done = tools(tool, "-q", *arguments, stdin=stdin, env={"PYTHONPATH": os.pathsep.join(python_path())})
+        done = tools(tool, "-q", *arguments, stdin=stdin, env=installed)
         assert done.status == 0, done.err
         return done.out
 
@@ -212,10 +218,10 @@ def judged(root, tmp_path_factory):
     (place / "chain.json").write_text(json.dumps(config))
     rows = ran("xd-plan", place / "chain.json").splitlines()
     cases = {"baseline": (rows[0], "vllm"), "batch.size": (rows[1], "vllm")}
-    cases |= {name: (rows[0], name) for name in ("vllm-reloads-weights", "vllm-feeds-other-id")}
+    cases |= {name: (rows[0], name) for name in DISHONEST}
     attempts = {
         name: ran("xd-materialize", "--runs", "runs", "--runtime-rollout", runtime, "--runtime-training", "hf",
-                  "--python-rollout", PYTHON, stdin=row + "\n").strip()
+                  stdin=row + "\n").strip()
         for name, (row, runtime) in cases.items()
     }  # fmt: skip
     text = "".join(f"{attempt}\n" for attempt in attempts.values())
@@ -227,11 +233,6 @@ def judged(root, tmp_path_factory):
         where = Path(place / attempt)
         found[name] = [json.loads((where / f).read_text()) for f in ("comparison.json", "readback_rollout.json")]
     return found
-
-
-def python_path() -> list[str]:
-    """Where the tools find xd and the dishonest runtimes, in both interpreters."""
-    return [str(ENGINES), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
 
 
 @pytest.mark.parametrize("case", ["baseline", "batch.size"])
@@ -249,9 +250,7 @@ def test_batch_sizes_share_an_engine(judged):
     assert serials == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("runtime", "code"), [("vllm-reloads-weights", "weights"), ("vllm-feeds-other-id", "token-ids")]
-)
+@pytest.mark.parametrize(("runtime", "code"), DISHONEST.items())
 def test_an_engine_that_scores_something_else_is_invalid(judged, runtime, code):
     comparison, _ = judged[runtime]
     assert comparison["status"] == "INVALID_IDENTITY"
