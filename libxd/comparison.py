@@ -3,7 +3,7 @@
 The one rule: a token is a mismatch when it is active and abs(training - rollout) > threshold, in float32. Identity
 comes before numbers, and numbers that cannot be compared before a verdict on them:
 
-    INVALID_IDENTITY    some violation of identity.json (`identity.violations`), whatever else is the matter
+    INVALID_IDENTITY    some violation of identity.json (`judge.violations`), whatever else is the matter
     INVALID_ARTIFACT    another dtype than the format's, shapes that disagree, a non-finite active logprob
     ZERO_ACTIVE_TOKENS  nothing to judge
     MISMATCH, PASS      by the rule
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from libxd import canon, contract, identity, publish, records, tensors, verdict
+from libxd import canon, contract, judge, publish, records, tensors, verdict
 from libxd.actual import actual
 from libxd.difference import DEFINITION, Difference
 from libxd.errors import XdError, of_exception
@@ -97,7 +97,7 @@ def compare(attempt: Attempt) -> dict[str, Any]:
         measured = measuring.result() if measuring else None
         inputs = evidence.digests() | {name: found.result() for name, found in digests.items()}
         facts = {side: found.result() for side, found in scored.items()}
-    violations = identity.violations(case.identity, evidence.readbacks, facts, case.materialized["strict"])
+    violations = judge.violations(case.identity, evidence.readbacks, facts, case.materialized["strict"])
     if measured:
         problems += _nonfinite(measured)
 

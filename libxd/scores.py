@@ -55,7 +55,7 @@ class ScoreFile:
             self.problems += self._bound_problems()
 
     def identity(self) -> dict[str, Any]:
-        """What `identity.violations` wants to know: metadata, and digests of the tensors that have the right form.
+        """What `judge.violations` wants to know: metadata, and digests of the tensors that have the right form.
 
         A tensor of another dtype or shape is a problem of the artifact; its bytes say nothing about identity.
         """

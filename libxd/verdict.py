@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from libxd import canon, contract, identity, schema
+from libxd import canon, contract, judge, schema
 from libxd.actual import actual
 from libxd.errors import XdError
 from libxd.records import JUDGED, Case, digest
@@ -93,8 +93,8 @@ def _violations(
         path = attempt.file(f"score_{side}.safetensors")
         with TensorFile(path) as file:
             scores[side] = {"metadata": schema.validate("score_metadata", file.metadata, str(path))}
-    tensors = {f"score_{side}.safetensors#/{name}" for side in SIDES for name in identity.SCORED}
-    found = identity.violations(case.identity, shown, scores, case.materialized["strict"])
+    tensors = {f"score_{side}.safetensors#/{name}" for side in SIDES for name in judge.SCORED}
+    found = judge.violations(case.identity, shown, scores, case.materialized["strict"])
     return [entry for entry in said if entry["path"] not in tensors], found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import materialize_fixtures
 import numpy as np
 
-from libxd import canon, contract, identity, knobs, materialize, tensors
+from libxd import canon, contract, identity, knobs, materialize, resolution, tensors
 from libxd.rundir import SIDES, Attempt, RunDirectory
 
 PARAMETERS = {name: canon.digest(name) for name in ("embedding", "head")}
@@ -94,7 +94,7 @@ def score(
     mode = "decode" if side == "rollout" else "teacher_forced"
     weights = pinned["weights"][side]
     observed = {
-        **{name: pinned["sequences"][name] for name in identity.OBSERVED_DIGESTS},
+        **{name: pinned["sequences"][name] for name in resolution.OBSERVED_DIGESTS},
         "weights_before": weights["digest"], "weights_after": weights["digest"], "weights_dtype": weights["dtype"],
         "mode_before": "eval", "mode_after": "eval", "optimizer": False,
         "cache": "kv_cache" if side == "rollout" else "none", "scoring_mode": mode,

@@ -19,7 +19,7 @@ from planning_fixtures import (
     put,
 )
 
-from libxd import canon, checkpoint, identity, planner, resolution, schema, sequences
+from libxd import canon, checkpoint, identity, judge, planner, resolution, schema, sequences
 from libxd.errors import XdError, XdErrors
 from libxd.rundir import SIDES
 
@@ -242,7 +242,7 @@ def judged(strict=True, spoil=None, expected=None):
     readbacks, scores = ({side: pair[i] for side, pair in pairs.items()} for i in (0, 1))
     if spoil:
         spoil(readbacks, scores)
-    return identity.violations(pinned, readbacks, scores, strict)
+    return judge.violations(pinned, readbacks, scores, strict)
 
 
 def observed(side, name, value):

@@ -7,7 +7,7 @@ import pytest
 from scoring_fixtures import Bench, frozen
 from scripted_engine import OTHER, SEEN_RUNNING
 
-from libxd import identity, knobs
+from libxd import identity, judge, knobs
 from libxd.errors import Status
 from libxd.runtimes.protocol import Piece
 from libxd.scoring import evidence
@@ -27,8 +27,8 @@ def violations(bench, path):
     readback = attempt.readback("rollout")
     with TensorFile(attempt.file("score_rollout.safetensors")) as file:
         score = {"metadata": file.metadata}
-    judge = identity._Judge(attempt.identity(), "rollout", readback, score, True)
-    return {code for code, *_ in judge.violations()}
+    judging = judge._Judge(attempt.identity(), "rollout", readback, score, True)
+    return {code for code, *_ in judging.violations()}
 
 
 @pytest.mark.parametrize("side", knobs.SIDES)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from comparison_fixtures import floats, refused, rewrite_json, rewrite_score, scored, snapshot
 
-from libxd import comparison, table
+from libxd import comparison, table, table_text
 from libxd.rundir import Attempt
 
 BASE = floats(-1, -2, -3, -4)
@@ -24,7 +24,7 @@ def judged(root: Path, rollout: np.ndarray, training: np.ndarray, **options) -> 
 
 def text(*attempts: Attempt) -> list[str]:
     made = table.tables([table.read(attempt) for attempt in attempts])
-    return [line for each in made for line in table.lines(each)]
+    return [line for each in made for line in table_text.lines(each)]
 
 
 def row(lines: list[str], start: str) -> list[str]:
@@ -73,8 +73,8 @@ def test_a_level_names_the_engines_that_its_attempts_name(runtimes, said) -> Non
         )
 
     rows = [SimpleNamespace(attempt=attempt(*pair)) for pair in runtimes] + [SimpleNamespace(attempt=None)]
-    assert table._engines(rows) == said
-    assert table.CLAIMS["S2"].format(engines=said).startswith(said)
+    assert table_text._engines(rows) == said
+    assert table_text.CLAIMS["S2"].format(engines=said).startswith(said)
 
 
 def test_within_the_floor(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_row_of_the_plan_without_an_attempt_is_missing(tmp_path: Path) -> None
         ("baseline", "PASS"), ("batch.size=1", "missing"), ("baseline repeat 1", "missing"),
         ("rollout.dtype=float16", "PASS"),
     ]  # fmt: skip
-    lines = [line for each in table.tables(found) for line in table.lines(each)]
+    lines = [line for each in table.tables(found) for line in table_text.lines(each)]
     assert row(lines, "batch.size=1")[:2] == ["missing", "[1]"]
     assert any(line.startswith("[1] no attempt that was given answers this row") for line in lines)
     assert table.planned([], []) == []
@@ -123,7 +123,7 @@ def test_a_row_of_the_plan_without_an_attempt_is_missing(tmp_path: Path) -> None
 
 def test_a_table_of_missing_rows_alone(tmp_path: Path) -> None:
     (made,) = table.tables(table.planned([], [judged(tmp_path, BASE, BASE).requested()]))
-    assert row(table.lines(made), "baseline")[:2] == ["missing", "[1]"]
+    assert row(table_text.lines(made), "baseline")[:2] == ["missing", "[1]"]
 
 
 def test_a_refusal_at_read_back_is_refused(tmp_path: Path) -> None:
@@ -253,8 +253,8 @@ def test_no_line_is_longer_than_120_columns(tmp_path: Path) -> None:
     rows = [table.read(attempt) for attempt in attempts]
     for row in rows[1:3]:
         row.verdict = "ZERO_ACTIVE_TOKENS"
-    lines = [line for each in table.tables(rows) for line in table.lines(each)]
-    assert max(map(len, lines)) <= table.WIDTH
+    lines = [line for each in table.tables(rows) for line in table_text.lines(each)]
+    assert max(map(len, lines)) <= table_text.WIDTH
     assert any("ZERO_ACTIVE_TOKENS" in line and "123456/123456" in line for line in lines)
     joined = "".join(line.strip() for line in lines)
     assert "flash_attention_2" in joined
@@ -274,13 +274,13 @@ def test_no_line_is_longer_than_120_columns(tmp_path: Path) -> None:
     ],
 )
 def test_numbers_have_three_digits(value: float | None, shown: str) -> None:
-    assert table._number(value) == shown
+    assert table_text._number(value) == shown
 
 
 def test_colour_goes_around_padded_cells(tmp_path: Path) -> None:
     (made,) = table.tables([table.read(judged(tmp_path, BASE, BASE))])
-    plain = table.lines(made)
-    painted = table.lines(made, lambda cell, what: f"<{what}>{cell}</>")
+    plain = table_text.lines(made)
+    painted = table_text.lines(made, lambda cell, what: f"<{what}>{cell}</>")
     (line,) = [line for line in painted if "<PASS>" in line]
     assert line.replace("<PASS>", "").replace("<->", "").replace("</>", "").rstrip() in plain
 
@@ -291,9 +291,9 @@ def test_a_baseline_of_other_values_is_not_the_one_a_case_changes(tmp_path: Path
     case = judged(tmp_path, BASE, BASE, change=("batch.size", 1))
     rows = [table.read(each) for each in (other, case)]
     rows[0].requested["contract"] = rows[1].requested["contract"]  # as where both dtypes have one ruler
-    lines = [line for each in table.tables(rows) for line in table.lines(each)]
+    lines = [line for each in table.tables(rows) for line in table_text.lines(each)]
     assert row(lines, "batch.size=1")[-4:] == ["-"] * 4
     assert "the baseline was scored with another rollout.dtype" in " ".join(lines)
     own = judged(tmp_path, BASE, BASE)
-    lines = [line for each in table.tables([*rows, table.read(own)]) for line in table.lines(each)]
+    lines = [line for each in table.tables([*rows, table.read(own)]) for line in table_text.lines(each)]
     assert row(lines, "batch.size=1")[-4:] == ["rollout", "0", "0", "0"]

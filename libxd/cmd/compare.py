@@ -119,7 +119,7 @@ def _against(console: Console, attempts: Iterator[tuple[str, Attempt | None]], a
 
 def _table(console: Console, attempts: Iterator[tuple[str, Attempt | None]], plan: str | None) -> bool:
     """Whether the table has rows, each of the attempts and of the plan, and all of them are PASS."""
-    from libxd import planner, table
+    from libxd import planner, table, table_text
 
     rows, unread = [], False
     for path, attempt in attempts:
@@ -142,7 +142,7 @@ def _table(console: Console, attempts: Iterator[tuple[str, Attempt | None]], pla
     for number, each in enumerate(table.tables(rows)):
         if number:
             console.emit("")
-        for line in table.lines(each, _paint if colour else lambda text, what: text):
+        for line in table_text.lines(each, _paint if colour else lambda text, what: text):
             console.emit(line)
     return bool(rows) and not unread and all(row.verdict == "PASS" for row in rows)
 

@@ -202,10 +202,14 @@ class Generator(Protocol):
 class Runtime(Protocol):
     """An adapter. Importing its module imports no torch.
 
-    One that can sample has `generator(model: str, dtype: str, device: str) -> Generator` beside these; `model` is a
-    checkpoint directory, or the runtime's own name for a model. One whose library has numeric state of the whole
-    process (thread count, TF32, autocast) has `numerics() -> dict`, JSON: it must stay what it was when the process
-    began, but for what the plan's engine arguments say under the same name.
+    Beside these, a runtime may have any of the following.
+    `generator(model: str, dtype: str, device: str) -> Generator`, where it can sample; `model` is a checkpoint
+    directory, or the runtime's own name for a model.
+    `numerics() -> dict`, JSON, where its library has numeric state of the whole process (thread count, TF32, autocast):
+    it must stay what it was when the process began, but for what the plan's engine arguments say under the same name.
+    `synthetic_parameters(synthetic: dict, dtype: str) -> dict`, name -> digest, and
+    `synthetic_model(synthetic: dict) -> dict`, sizes as in the identity's `model`, where it makes models from a seed:
+    what a checkpoint's files say otherwise.
     """
 
     name: str

@@ -1,0 +1,143 @@
+"""A verdict table as text of at most 120 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from itertools import zip_longest
+
+from libxd import contract
+from libxd.plain import plain
+from libxd.rundir import SIDES
+from libxd.table import Row, Table
+
+WIDTH = 120
+#: what a scenario level shows when every verdict of it is as hoped, and what it does not
+CLAIMS = {
+    "S0": "plumbing only: it says nothing about accelerators, distributed runs, production operators or real models",
+    "S1": "a small run of real engines on this device: nothing about other devices, named production engines or scale",
+    "S2": "{engines} in this configuration, and in no other",
+    "S3": "the milestone configuration, on the hardware and the engines that its attempts name",
+}
+
+_HEAD = ("changed knob", "verdict", "mismatches", "mean", "p99", "max", "side", "mean", "max", "floor")
+_RIGHT = (False, False, True, True, True, True, False, True, True, False)
+_LEAST = (12, 8, 10, 7, 7, 7, 8, 7, 7, 6)  # widths: so that most tables are laid out alike
+_GAP = "  "
+_EMPTY = ("",) * len(_HEAD)
+
+
+def lines(table: Table, style: Callable[[str, str], str] = lambda text, what: text) -> list[str]:
+    """A table of at most 120 columns. style(text, what) may colour a padded cell: what is a verdict or a standing."""
+    notes: list[str] = []
+    rows = [_cells(each, _name(each, table.rows), notes) for each in table.rows]
+    body = [line for row in rows for line in row]
+    full = [cells for cells in body if any(cells[2:])]  # what was not judged runs on over the empty columns
+    widths = [max(_LEAST[i], *(len(cells[i]) for cells in (_HEAD, *full))) for i in range(len(_HEAD))]
+    widths[0] = max(widths[0], *(len(cells[0]) for cells in body))
+    widths[0] = min(widths[0], WIDTH - sum(widths[1:]) - len(_GAP) * (len(widths) - 1))
+    left = sum(widths[:3]) + 3 * len(_GAP)
+    over = " |training - rollout| ".center(sum(widths[3:6]) + 2 * len(_GAP), "-")
+    beside = " effect against the baseline ".center(sum(widths[6:]) + 3 * len(_GAP), "-")
+    head = _line(_HEAD, widths)
+    out = [*_title(table), "", f"{'':{left}}{over}{_GAP}{beside}", head, "-" * len(head)]
+    for row in rows:
+        names = _wrap(row[0][0], widths[0])
+        for name, cells in zip_longest(names, row, fillvalue=None):
+            out.append(_line((name or "", *(cells or _EMPTY)[1:]), widths, style))
+    out += ["", *_legend(table)]
+    for number, note in enumerate(notes, 1):
+        out += textwrap.wrap(f"[{number}] {note}", WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    return [line.rstrip() for line in out]
+
+
+def _title(table: Table) -> list[str]:
+    first = table.rows[0].requested
+    bound = first["contract"]
+    threshold = contract.from_row(bound, str(table.rows[0].attempt or first["case_id"])).threshold(bound["dtype"])
+    level = first["scenario"]["level"]
+    title = (
+        f"{first['experiment_id']} ({first['scenario_id']}): contract {bound['source']} version {bound['version']}, "
+        f"threshold {threshold:g} nats ({bound['dtype']})"
+    )
+    claim = f"{level} on {first['scenario']['device']} shows {CLAIMS[level].format(engines=_engines(table.rows))}"
+    return [line for text in (title, claim) for line in textwrap.wrap(plain(text), WIDTH)]
+
+
+def _engines(rows: list[Row]) -> str:
+    """Which engines the attempts name; a runtime against itself is no comparison of two."""
+    sides = (row.attempt.materialized()["sides"] for row in rows if row.attempt is not None)
+    named = sorted({tuple(each[side]["runtime"] for side in SIDES) for each in sides})
+    said = [
+        f"{rollout} as rollout against {training} as training" if rollout != training else f"{rollout} against itself"
+        for rollout, training in named
+    ]
+    return " and ".join(said) or "no engines"
+
+
+def _cells(row: Row, name: str, notes: list[str]) -> list[tuple[str, ...]]:
+    """The lines of one row: the first with everything, a further one for the effect on the other side."""
+    verdict = row.verdict
+    if row.reason:
+        if row.reason not in notes:
+            notes.append(row.reason)
+        verdict += f" [{notes.index(row.reason) + 1}]"
+    if row.comparison is None:
+        return [(name, verdict, *[""] * 8)]
+    counts, difference = row.comparison["counts"], row.comparison["logprob_difference"]
+    judged = (
+        f"{counts['mismatches']}/{counts['active']}" if counts else "-",
+        *(_number(difference[key]) for key in ("mean_absolute", "p99_absolute", "max_absolute")),
+    )
+    effects = [
+        (side, _number(effect.mean_absolute), _number(effect.max_absolute), mark) for side, effect, mark in row.effects
+    ] or [("-", "-", "-", "-")]
+    return [(name, verdict, *judged, *effects[0]), *(("",) * 6 + effect for effect in effects[1:])]
+
+
+def _name(row: Row, rows: list[Row]) -> str:
+    """What changed, with the attempt's id where the table holds several attempts at the same thing."""
+    twice = sum(other.changed == row.changed for other in rows) > 1
+    return f"{row.changed} {row.attempt.attempt_id}" if twice and row.attempt else row.changed
+
+
+def _legend(table: Table) -> list[str]:
+    noise = []
+    for floors in table.floors:
+        times = "1 repeat" if floors.repeats == 1 else f"{floors.repeats} repeats"
+        of = "the baseline" if len(table.floors) == 1 else f"baseline {floors.baseline.tried.attempt_id}"
+        values = [f"{side} mean {_number(f[0])}, max {_number(f[1])}" for side, f in floors.sides.items()]
+        noise.append(f"Noise floor ({times} of {of}): {'; '.join(values)}.")
+    return [
+        "In nats, over active tokens. Effect: |logprob here - logprob of the baseline|, same tokens, same side.",
+        *(noise or ["Noise floor: not measured (no repeat of the baseline; xd-plan --repeats 1 plans one)."]),
+    ]
+
+
+def _line(cells: tuple[str, ...], widths: list[int], style: Callable[[str, str], str] | None = None) -> str:
+    padded = [f"{c:>{w}}" if right else f"{c:<{w}}" for c, w, right in zip(cells, widths, _RIGHT, strict=True)]
+    if style is not None:
+        padded[1] = style(padded[1], cells[1].split(" ")[0])
+        padded[-1] = style(padded[-1], cells[-1])
+    return _GAP.join(padded)
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    """Broken after "," and "=" where it must be; what follows is indented by two."""
+    if len(text) <= width:
+        return [text]
+    parts = text.replace("=", "=\0").replace(", ", ", \0").split("\0")
+    out = [""]
+    for part in parts:
+        if out[-1] and len(out[-1]) + len(part.rstrip()) > width - (2 if len(out) > 1 else 0):
+            out.append("")
+        out[-1] += part
+    return [line.rstrip() if index == 0 else f"  {line.rstrip()}" for index, line in enumerate(out)]
+
+
+def _number(value: float | None) -> str:
+    """Three significant digits; "-" for what is undefined."""
+    if value is None:
+        return "-"
+    mantissa, _, exponent = (f"{value:#.3g}" if value else "0").partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa.rstrip(".")
