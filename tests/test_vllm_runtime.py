@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
-from hf_fixtures import frozen, row, save_model
+from hf_fixtures import frozen, joined, only, row, save_model
 
 from libxd import environment, knobs, sequences
 from libxd.runtimes import registry
@@ -178,7 +180,21 @@ DISTINCT = frozen(response_lens=((4,), (6,), (3,)))
     ],
 )
 def test_whole_blocks_before_the_last_token_can_be_shared(given, size, blocks):
-    assert prefixes.shared_blocks(given, size) == blocks
+    assert prefixes.shared_prompts(given, size) == blocks
+    assert (prefixes.shared_sequences(given, size) > 0) == (blocks > 0)
+
+
+def test_a_prompt_may_begin_as_another_sequence_went_on():
+    """As a conversation's next turn does: it may be hit, when the other is done before it."""
+    begun = only(DISTINCT, 1)  # 7 and 6 tokens
+    length = begun.num_tokens
+    gone_on = dataclasses.replace(
+        only(DISTINCT, 1), prompt_lens=np.array([length - 1], np.int32), active_mask=np.arange(length) == length - 1
+    )
+    given = joined([gone_on, begun])
+    assert prefixes.shared_prompts(given, 9) == 0 and prefixes.shared_sequences(given, 9) == 1
+    assert [prefixes.observed(given, 9, True, hits, hits).value for hits in (0, 9)] == [True, True]
+    assert [prefixes.observed(given, 9, False, hits, hits).value for hits in (0, 9)] == [False, None]
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def load(locations: dict[str, Any], engine: dict[str, Any]) -> LLM:
             max_num_batched_tokens=sizes.forward,
             kv_cache_memory_bytes=sizes.cache,
             tensor_parallel_size=engine["tensor_parallel_size"],
+            async_scheduling=False,
             skip_tokenizer_init=True,
             generation_config="vllm",
             load_format="safetensors",
