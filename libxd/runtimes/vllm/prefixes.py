@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from libxd.runtimes.protocol import Observation
@@ -27,23 +29,27 @@ def shared_prompts(sequences: Sequences, block_size: int) -> int:
 
     The block that holds a prompt's last token does not count: that token is always computed.
     """
-    return _shared(sequences, block_size, sequences.cu_seqlens[:-1] + sequences.prompt_lens)
+    found, seen = 0, set()
+    for s, prompt in enumerate(sequences.prompt_lens.tolist()):
+        keys = _keys(sequences, s, prompt, block_size)
+        found += sum(key in seen for key in keys[: (prompt - 1) // block_size])
+        seen.update(keys)
+    return found
 
 
 def shared_sequences(sequences: Sequences, block_size: int) -> int:
     """The same of blocks that any other sequence begins with, what it answers included."""
-    return _shared(sequences, block_size, sequences.cu_seqlens[1:], whatever_order=True)
+    lengths = np.diff(sequences.cu_seqlens).tolist()
+    keys = [_keys(sequences, s, length, block_size) for s, length in enumerate(lengths)]
+    held = Counter(key for each in keys for key in each)
+    prompts = zip(keys, sequences.prompt_lens.tolist(), strict=True)
+    return sum(held[key] > 1 for each, prompt in prompts for key in each[: (prompt - 1) // block_size])
 
 
-def _shared(sequences: Sequences, size: int, ends: np.ndarray, whatever_order: bool = False) -> int:
-    """ends [B]: up to where each sequence's blocks may serve others."""
-    usable, serving = [], []
-    for first, prompt, end in zip(sequences.cu_seqlens, sequences.prompt_lens, ends, strict=False):
-        ids = sequences.token_ids[first:end]
-        usable.append([ids[:stop].tobytes() for stop in range(size, int(prompt), size)])
-        serving.append({ids[:stop].tobytes() for stop in range(size, len(ids) + 1, size)})
-    found = 0
-    for s, prefixes in enumerate(usable):
-        others = serving[:s] + (serving[s + 1 :] if whatever_order else [])
-        found += sum(any(prefix in held for held in others) for prefix in prefixes)
-    return found
+def _keys(sequences: Sequences, sequence: int, length: int, size: int) -> list[int]:
+    """A hash for each whole block of a sequence's first `length` tokens, of it and of all that stand before it."""
+    first, key, keys = sequences.span(sequence).start, 0, []
+    for begin in range(first, first + length - size + 1, size):
+        key = hash((key, sequences.token_ids[begin : begin + size].tobytes()))
+        keys.append(key)
+    return keys
