@@ -115,12 +115,17 @@ def read_bytes_per_s() -> float:
 
 
 def machine() -> str:
-    """Device and versions, as a table of figures must name them."""
+    """Device and versions, those of the peers among them, as a table of figures must name them."""
+    import importlib.metadata
+    import importlib.util
     import platform
 
     import triton
 
+    peers = {"cut_cross_entropy": "cut-cross-entropy", "liger_kernel": "liger-kernel"}
+    found = [f", {name} {importlib.metadata.version(name)}" for module, name in peers.items()
+             if importlib.util.find_spec(module)]  # fmt: skip
     return (
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
-        f"Python {platform.python_version()}"
+        f"Python {platform.python_version()}{''.join(found)}"
     )

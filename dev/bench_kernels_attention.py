@@ -216,8 +216,7 @@ def same_bits(data: Batch) -> bool:
     same.append(torch.equal(elsewhere, out))
 
     other = paged_decode_attention(*data.rows(everything), split_tokens=2 * SPLIT)
-    assert not torch.equal(other, out), "negative control: another split must show"
-    return all(same)
+    return all(same) and not torch.equal(other, out)  # negative control: another split must show
 
 
 def measure(say: Callable[[str], None], read: float | None = None) -> tuple[list[Row], list[Target]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import statistics
 import warnings
@@ -9,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from bench_device import Row, Target, extra_bytes, in_turns, median_ratio
+from xdkernels.jit import head as kernels
 from xdkernels.linear_logprob import linear_selected_logprob
 from xdkernels.policy_loss import fused_policy_loss
 
@@ -63,6 +65,7 @@ def measure(say: Callable[[str], None], read: float | None = None) -> tuple[list
     error = float((ours()[:EXACT_ROWS].double() - exact).abs().max())
     same = _same_bits(hidden, weight, ids)
     same_gradient = _same_gradient_bits(hidden, weight, ids, upstream)
+    of_hidden = _gradient_error(hidden, weight, ids, upstream)
     memory = {"ours": extra_bytes(ours), "both": extra_bytes(ours_both), "trained": extra_bytes(
         lambda: ours_both(trained)), "policy": extra_bytes(policy)}  # fmt: skip
 
@@ -72,7 +75,7 @@ def measure(say: Callable[[str], None], read: float | None = None) -> tuple[list
         Row("that and the product back", SHAPE, two, two),
         Row("linear_selected_logprob", "forward", median["ours"], one, error, same, memory["ours"]),
         Row("linear_selected_logprob", "forward, entropy", median["entropy"], one),
-        Row("linear_selected_logprob", "forward + backward, frozen", median["both"], two, None, same_gradient,
+        Row("linear_selected_logprob", "forward + backward, frozen", median["both"], two, of_hidden, same_gradient,
             memory["both"]),
         Row("linear_selected_logprob", "forward + backward, trained", median["trained"], None, None, None,
             memory["trained"]),
@@ -126,7 +129,27 @@ def _same_bits(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) ->
 
     whole = found(slice(None))
     batches = [slice(0, count) for count in BATCHES] + [slice(5000, 5007), torch.randperm(N, device="cuda")]
-    return all(torch.equal(found(rows), whole[rows]) for rows in batches)
+    tiling = dataclasses.replace(kernels.TILING, block_n=128)
+    into = kernels.Swept.empty(hidden[:64], entropy=False, direction=False)
+    kernels.sweep(hidden[:64], kernels.Head(weight, None, 1.0, None, V, tiling), ids[:64], into, product_rows=64)
+    shows = not torch.equal(into.logprobs, whole[:64])  # negative control: another tile, another order of sums
+    return shows and all(torch.equal(found(rows), whole[rows]) for rows in batches)
+
+
+def _gradient_error(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, upstream: torch.Tensor) -> float:
+    """The largest difference of the first rows' gradient from float64."""
+    rows = slice(64)
+    leaf = hidden[rows].clone().requires_grad_()
+    found = torch.autograd.grad(linear_selected_logprob(leaf, weight, ids[rows]), leaf, upstream[rows])[0]
+    slope = torch.zeros(64, V, dtype=torch.float64, device="cuda")
+    for columns in torch.arange(V, device="cuda").split(16384):
+        slope[:, columns] = hidden[rows].double() @ weight[columns].double().mT
+    slope = torch.softmax(slope, dim=1).neg_()
+    slope[torch.arange(64, device="cuda"), ids[rows]] += 1
+    want = sum(
+        slope[:, columns] @ weight[columns].double() for columns in torch.arange(V, device="cuda").split(16384)
+    )
+    return float((found.double() - want * upstream[rows].double()[:, None]).abs().max())
 
 
 def _same_gradient_bits(

@@ -33,12 +33,14 @@ def measure(say: Callable[[str], None], read: float | None = None) -> tuple[list
     found = selected_logprob(logits, ids)
     error = float((found[:EXACT_ROWS].double() - want).abs().max())
     same = _same_bits(logits, ids, found)
+    of_logits, same_gradient = _gradient(logits, ids)
     shards = _same_over_shards(logits[:64], ids[:64], found[:64])
     large = _large(ids)
     rows = [
         Row("selected_logprob", f"{SHAPE}, forward", median["forward"], floor_ms, error, same),
         Row("selected_logprob", "forward, entropy", median["entropy"], floor_ms),
-        Row("selected_logprob", "backward (against a copy)", median["backward"], median["copy"]),
+        Row("selected_logprob", "backward (against a copy)", median["backward"], median["copy"], of_logits,
+            same_gradient),
         Row("torch.compile of log_softmax and gather", "forward", median["compiled"], floor_ms),
     ]
     targets = [
@@ -76,24 +78,43 @@ def _same_bits(logits: torch.Tensor, ids: torch.Tensor, whole: torch.Tensor) -> 
     wide = torch.empty(64, V + 3, dtype=logits.dtype, device="cuda")  # rows that begin off 16 bytes
     wide[:, 3:] = logits[:64]
     columns = logits[:64].mT.contiguous().mT
-    return alone and all(
-        torch.equal(selected_logprob(strided, ids[:64]), whole[:64]) for strided in (wide[:, 3:], columns)
+    other = selected_logprob(logits[:64], ids[:64], vocab_block=V)  # negative control: another order of sums shows
+    return (
+        alone
+        and all(torch.equal(selected_logprob(strided, ids[:64]), whole[:64]) for strided in (wide[:, 3:], columns))
+        and not torch.equal(other, whole[:64])
     )
 
 
+def _gradient(logits: torch.Tensor, ids: torch.Tensor) -> tuple[float, bool]:
+    """Of the first rows: the largest difference from float64, and whether their bits are those of rows alone."""
+    upstream = torch.randn(EXACT_ROWS, device="cuda")
+
+    def found(rows: slice) -> torch.Tensor:
+        leaf = logits[rows].detach().requires_grad_()
+        return torch.autograd.grad(selected_logprob(leaf, ids[rows]), leaf, upstream[rows])[0]
+
+    whole = found(slice(EXACT_ROWS))
+    want = torch.softmax(logits[:EXACT_ROWS].double(), dim=1).neg_()
+    want[torch.arange(EXACT_ROWS, device="cuda"), ids[:EXACT_ROWS]] += 1
+    error = float((whole.double() - want * upstream.double()[:, None]).abs().max())
+    return error, all(torch.equal(found(rows), whole[rows]) for rows in (slice(0, 1), slice(7, 15), slice(200, 201)))
+
+
 def _same_over_shards(logits: torch.Tensor, ids: torch.Tensor, whole: torch.Tensor) -> bool:
-    def merged(count: int) -> torch.Tensor:
+    def merged(count: int, vocab_block: int = default_vocab_block(V)) -> torch.Tensor:
         width = V // count
         shards = [
             selected_logprob_partials(
                 logits[:, first : first + width].contiguous(), ids, vocab=V, first=first,
-                vocab_block=default_vocab_block(V),
+                vocab_block=vocab_block,
             )
             for first in range(0, V, width)
         ]  # fmt: skip
         return logprob_of_partials(*map(list, zip(*shards, strict=True)))
 
-    return all(torch.equal(merged(count), whole) for count in (1, 2, 4))
+    other = merged(1, V)  # negative control
+    return all(torch.equal(merged(count), whole) for count in (1, 2, 4)) and not torch.equal(other, whole)
 
 
 def _large(ids: torch.Tensor) -> float:

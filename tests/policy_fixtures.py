@@ -29,6 +29,13 @@ SETTINGS = {
 }
 #: each objective at its own levels
 OWN = [(name, *pairs.split()[0].split("/")) for name, pairs in ADMITTED.items()]
+#: heads at their edges, as arguments of `Head`
+SCENES = {
+    "peaked": {"scale": 20.0},
+    "far below zero": {"bias": -300.0},
+    "ragged vocabulary": {"vocab": 53},
+    "softcap and temperature": {"softcap": 3.0, "temperature": 0.7, "bias": 0.0, "scale": 3.0},
+}
 #: sequences' lengths; the fourth has no active row
 LENGTHS = (9, 1, 14, 3, 6)
 N = sum(LENGTHS)

@@ -135,6 +135,11 @@ def test_a_nan_is_not_hidden_by_an_advantage_of_0():
     assert found.values.isnan()
 
 
+def test_a_logprob_of_minus_infinity_with_an_advantage_of_0_adds_nothing():
+    terms = objectives.clipped_weight(*(torch.tensor([x]).double() for x in (-math.inf, 0.0, 0.0)), 0.0, 1.3)
+    assert (terms.values.item(), terms.slopes.item()) == (0, 0)
+
+
 def test_k3_of_tiny_differences_does_not_cancel():
     """exp(x) - 1 - x = x^2 / 2 (1 + x / 3 + ...)."""
     tiny = 1e-7

@@ -16,7 +16,7 @@ from tolerances import (
 
 torch = pytest.importorskip("torch")
 
-from policy_fixtures import EVERY, OWN, SETTINGS, H, Head, N, V, oracle_logprobs  # noqa: E402
+from policy_fixtures import EVERY, OWN, SCENES, SETTINGS, H, Head, N, V, oracle_logprobs  # noqa: E402
 from xdkernels.policy_loss import fused_policy_loss  # noqa: E402
 
 
@@ -58,14 +58,6 @@ def test_loss_and_gradients_are_those_of_float64(name, ratio_level, advantage_le
         Head(), name, ratio_level, advantage_level,
         loss_within=POLICY_LOSS_FLOAT32, gradient_within=POLICY_GRADIENT_FLOAT32,
     )  # fmt: skip
-
-
-SCENES = {
-    "peaked": {"scale": 20.0},
-    "far below zero": {"bias": -300.0},
-    "ragged vocabulary": {"vocab": 53},
-    "softcap and temperature": {"softcap": 3.0, "temperature": 0.7, "bias": 0.0, "scale": 3.0},
-}
 
 
 NEAR, FAR = (POLICY_LOSS_FLOAT32, POLICY_GRADIENT_FLOAT32), (POLICY_LOSS_FLOAT32_FAR, POLICY_GRADIENT_FLOAT32_FAR)

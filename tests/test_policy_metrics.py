@@ -95,6 +95,12 @@ def test_effective_sample_size():
     assert huge["ess_fraction"] == 1.0
 
 
+def test_infinite_ratios_are_no_nan():
+    found = measure([0.0] * 4, [-1.0, -800.0, -800.0, -800.0])
+    assert [found[f"ratio_{name}"] for name in ("p50", "p99", "max")] == [math.inf] * 3
+    assert found["ratio_min"] == close(math.e)
+
+
 def test_what_is_not_defined_is_nan():
     found = measure([-1.0], [-1.0])
     assert {name for name, value in found.items() if math.isnan(value)} == OF_REFERENCE | {"mean_entropy_nats"}

@@ -1,4 +1,4 @@
-"""Head and selected logprob in one: `[N, V]` logits are never stored, and never rounded below float32.
+"""Head and selected logprob in one: logits are never rounded below float32, and by the kernels never stored.
 
 How many products of the size of the head a call takes, with bfloat16 operands on a GPU:
 
@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from xdkernels import arguments
-from xdkernels.dispatch import use_kernels
+from xdkernels.dispatch import use_kernels, without_autocast
 from xdkernels.reference import logprob as reference
 
 if TYPE_CHECKING:
@@ -58,16 +58,17 @@ def linear_selected_logprob(
 
     Returns float32 [N], or two of them. The gradients have their operand's dtype; that of hidden is accumulated in
     float32 from probabilities rounded to the operands' dtype. chunk_tokens: rows whose probabilities are held at a
-    time while a gradient is asked for: chunk_tokens * V * 2 bytes. A row's logprob and gradient for hidden do not
-    depend on N or on other rows; its gradient does depend on chunk_tokens where the library's product does.
-    check: look at the ids' values, which waits for the device. ValueError: shapes, dtypes, devices or ids that do not
-    fit.
+    time while a gradient is asked for: chunk_tokens * V * 2 bytes. Rows of weight from vocab on are not looked at.
+    check: look at the ids' values, which waits for the device; unchecked, an id outside [0, vocab) has the logprob
+    -inf. ValueError: shapes, dtypes, devices or ids that do not fit.
 
-    bfloat16 on a GPU takes the kernels; everything else takes the plain-torch twin.
+    bfloat16 on a GPU takes the kernels; everything else takes the plain-torch twin, which stores the logits. By the
+    kernels a row's logprob and entropy have the same bits whatever N and the other rows are, and so has its gradient
+    for hidden where the head is frozen and none flows through the entropy: its product is always of chunk_tokens rows.
+    Other gradients, and all of the twin, are as invariant as the library's product.
     """
     arguments.require_linear(hidden, weight, ids, bias, temperature, softcap, vocab, check=check)
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be positive: {chunk_tokens}")
+    arguments.require_integer("chunk_tokens", chunk_tokens)
     if not use_kernels(hidden) or hidden.dtype != torch.bfloat16:
         return reference.linear_selected_logprob(
             hidden, weight, ids, bias, temperature, softcap, vocab, entropy=entropy, check=False
@@ -75,6 +76,7 @@ def linear_selected_logprob(
     vocab = weight.shape[0] if vocab is None else vocab
     direction = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
     direction = direction and not (bias is not None and bias.requires_grad)
+    ids, bias = ids.contiguous(), None if bias is None else bias.contiguous()
     logprobs, entropies = _LinearLogprob.apply(
         hidden, weight, ids, bias, temperature, softcap, vocab, entropy, chunk_tokens, direction
     )
@@ -97,11 +99,15 @@ class _LinearLogprob(torch.autograd.Function):
         step = chunk_tokens if direction else FORWARD_ROWS
         for first in range(0, len(hidden), step):
             chunk = slice(first, first + step)
-            kernels.sweep(_rows_aligned(hidden[chunk]), head, ids[chunk], found.part(chunk), product_rows=chunk_tokens)
+            with without_autocast(hidden):
+                kernels.sweep(
+                    _rows_aligned(hidden[chunk]), head, ids[chunk], found.part(chunk), product_rows=chunk_tokens
+                )
         ctx.save_for_backward(
             hidden, weight, ids, bias, found.logprobs, found.logsumexp, found.entropies, found.direction
         )
-        return found.logprobs, found.entropies
+        # copies: what is kept for the backward is not the caller's to change
+        return found.logprobs.clone(), None if found.entropies is None else found.entropies.clone()
 
     @staticmethod
     @once_differentiable
@@ -117,10 +123,11 @@ class _LinearLogprob(torch.autograd.Function):
         needs_hidden, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
         if upstream is None:
             upstream = torch.zeros_like(entropy_upstream)
-        gradients = _sweep_again(
-            hidden, weight, ids, ctx.head, logprobs, logsumexp, entropies, upstream, entropy_upstream,
-            (needs_hidden, needs_weight, needs_bias and bias is not None),
-        )  # fmt: skip
+        with without_autocast(hidden):
+            gradients = _sweep_again(
+                hidden, weight, ids, ctx.head, logprobs, logsumexp, entropies, upstream, entropy_upstream,
+                (needs_hidden, needs_weight, needs_bias and bias is not None),
+            )  # fmt: skip
         by_hidden, by_weight, by_bias = gradients
         return by_hidden, by_weight, None, None if by_bias is None else by_bias.to(bias.dtype), *nothing[4:]
 
@@ -143,8 +150,8 @@ def _sweep_again(
     by_bias = torch.zeros(weight.shape[0], **float32) if needs_bias else None
     blocks = [slice(first, min(first + GRADIENT_ROWS, rows)) for first in range(0, rows, GRADIENT_ROWS)]
     tile = head.tiling.block_n
-    for first in range(0, weight.shape[0], GRADIENT_COLUMNS):
-        columns = slice(first, min(first + GRADIENT_COLUMNS, weight.shape[0]))
+    for first in range(0, head.vocab, GRADIENT_COLUMNS):
+        columns = slice(first, min(first + GRADIENT_COLUMNS, head.vocab))
         count = columns.stop - columns.start
         of_weight = None
         for block in blocks:

@@ -39,7 +39,7 @@ def selected_logprob(
     """
     vocab = arguments.require_logits(logits, ids, temperature, vocab, check=check)
     vocab_block = default_vocab_block(logits.shape[1]) if vocab_block is None else vocab_block
-    arguments.require_vocab_block(vocab_block)
+    arguments.require_vocab_block(vocab_block, logits.shape[1])
     if not use_kernels(logits):
         return reference.selected_logprob(
             logits, ids, temperature, vocab, entropy=entropy, vocab_block=vocab_block, check=False
@@ -80,7 +80,7 @@ def selected_logprob_partials(
     *sums, selected = partials(
         logits, ids.contiguous(), float(temperature), columns, first, vocab_block, entropy
     )  # fmt: skip
-    return Partials(*sums), selected
+    return Partials(*sums, first, logits.shape[1], vocab), selected
 
 
 class _SelectedLogprob(torch.autograd.Function):

@@ -159,11 +159,12 @@ def clipped_weight(
 ) -> Terms:
     """-sg(clip(r, lower, upper)) A lp and its derivative: the weight is a constant, so every token keeps a gradient.
 
-    At a bound both sides agree. A row with A = 0 counts as not clipped: nothing changed.
+    At a bound both sides agree. A row with A = 0 has term 0 and counts as not clipped: nothing changed.
     """
     slopes = -advantages * ratios.clamp(lower, upper)
     acts = advantages != 0
-    return Terms(slopes * logprobs, slopes, acts & (ratios < lower), acts & (ratios > upper))
+    values = torch.where(slopes == 0, 0.0, slopes * logprobs)  # of a logprob of -inf, too
+    return Terms(values, slopes, acts & (ratios < lower), acts & (ratios > upper))
 
 
 def k3_new_reference(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 
-from xdkernels.arguments import require_one_device
+from xdkernels.arguments import require_float32, require_integer, require_one_device
 from xdkernels.dispatch import use_kernels
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -72,8 +71,8 @@ def paged_decode_attention(
     Returns q's dtype [B, Hq, D]: softmax over the keys, times V. Logits, exponentials, sums and outputs are float32,
     products accumulate in float32; float32 operands are multiplied as such, not as TF32. As in flash attention, the
     probabilities exp(x - m) of the second product are rounded to the cache's dtype, the sum that divides is not: each
-    term is off by up to 2**-9 of itself in bfloat16 (2**-12 in float16), rounded independently, which is less than what
-    rounding the output costs. Not differentiable.
+    term is off by up to 2**-9 of itself in bfloat16 (2**-12 in float16, and more where it is below 2**-14 of the
+    greatest), rounded independently, which is less than what rounding the output costs. Not differentiable.
 
     Bits: the keys are cut at multiples of split_tokens from the first token on, so that a row's splits are a function
     of its L and of window alone; within a split, and over the splits, the order of every sum is fixed. A row's result
@@ -137,16 +136,17 @@ def _check_arguments(q, k_cache, v_cache, block_tables, context_lens, split_toke
     if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise ValueError(f"the last stride of a cache must be 1: {k_cache.stride()}, {v_cache.stride()}")
     tile = TILINGS[q.element_size(), head_dim].block_n
-    if split_tokens < 1 or split_tokens % page or split_tokens % tile:
+    require_integer("split_tokens", split_tokens)
+    if split_tokens % page or split_tokens % tile or split_tokens >= 2**31:
         raise ValueError(
             f"split_tokens must be a multiple of the page, {page}, and of the tile, {tile}: {split_tokens}"
         )
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be finite: {scale}")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be positive and finite: {softcap}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be positive: {window}")
+    if scale is not None:
+        require_float32("scale", scale, positive=False)
+    if softcap is not None:
+        require_float32("softcap", softcap, positive=True)
+    if window is not None:
+        require_integer("window", window)
     return head_dim**-0.5 if scale is None else scale
 
 

@@ -55,6 +55,8 @@ def prepare(
     told there; values are looked at in one wait for the device, none with check=False (a mask costs one of its own).
     """
     ratio_level, advantage_level = pair
+    if sequence_ids is not None and cu_seqlens is not None:
+        raise ValueError("sequence_ids and cu_seqlens say the same thing: give one of them")
     total, device = len(labels), labels.device
     _require_rows("old_logprobs", old_logprobs, total, device, _LOGPROB_DTYPES)
     for name, tensor, dtypes in (
@@ -126,8 +128,6 @@ def _sequences(
     wrong: list[tuple[torch.Tensor, str]],
 ) -> Segments | None:
     """The sequences of the active rows. values: how many advantages there are, where each belongs to a sequence."""
-    if sequence_ids is not None and cu_seqlens is not None:
-        raise ValueError("sequence_ids and cu_seqlens say the same thing: give one of them")
     if sequence_ids is not None:
         return _segments("sequence_ids", _active(sequence_ids, rows), total if values is None else values, wrong)
     if cu_seqlens is None:

@@ -13,7 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from xdkernels import objectives
-from xdkernels.linear_logprob import linear_selected_logprob
+from xdkernels.linear_logprob import CHUNK_TOKENS, linear_selected_logprob
 from xdkernels.policy_batch import prepare
 from xdkernels.policy_metrics import policy_metrics
 
@@ -41,7 +41,7 @@ def fused_policy_loss(
     temperature: float = 1.0,
     softcap: float | None = None,
     vocab: int | None = None,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = CHUNK_TOKENS,
     check: bool = True,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss to be minimised, float32 [], and metrics (`policy_metrics`); formulas and sources: `objectives`.

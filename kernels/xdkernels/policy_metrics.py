@@ -80,7 +80,10 @@ def _quantiles(log_ratios: torch.Tensor) -> dict[str, torch.Tensor]:
     for name, probability in QUANTILES.items():
         below = math.floor(probability * last)
         above, fraction = min(below + 1, last), probability * last - below
-        value = ratios[below] if not fraction else ratios[below] + (ratios[above] - ratios[below]) * fraction
+        value = ratios[below]
+        if fraction:  # two infinite ones have no difference
+            between = value + (ratios[above] - value) * fraction
+            value = torch.where(value == ratios[above], value, between)
         found[name] = torch.where(ratios[-1].isnan(), math.nan, value)
     return found
 

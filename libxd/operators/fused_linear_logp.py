@@ -25,8 +25,8 @@ DESCRIPTOR = OperatorDescriptor(
     version="1",
     sources=(
         "xdkernels.arguments", "xdkernels.dispatch", "xdkernels.jit.fold", "xdkernels.jit.head",
-        "xdkernels.jit.launch", "xdkernels.jit.linear_logprob", "xdkernels.jit.logsumexp", "xdkernels.jit.tanh",
-        "xdkernels.linear_logprob", "xdkernels.logsumexp", "xdkernels.reference.logprob",
+        "xdkernels.jit.interpreted", "xdkernels.jit.launch", "xdkernels.jit.linear_logprob", "xdkernels.jit.logsumexp",
+        "xdkernels.jit.tanh", "xdkernels.linear_logprob", "xdkernels.logsumexp", "xdkernels.reference.logprob",
     ),
 )  # fmt: skip
 

@@ -21,9 +21,9 @@ DESCRIPTOR = OperatorDescriptor(
     factory="libxd.operators.triton_logp:make",
     version="1",
     sources=(
-        "xdkernels.arguments", "xdkernels.dispatch", "xdkernels.jit.fold", "xdkernels.jit.launch",
-        "xdkernels.jit.logprob", "xdkernels.jit.logsumexp", "xdkernels.logprob", "xdkernels.logsumexp",
-        "xdkernels.reference.logprob",
+        "xdkernels.arguments", "xdkernels.dispatch", "xdkernels.jit.fold", "xdkernels.jit.interpreted",
+        "xdkernels.jit.launch", "xdkernels.jit.logprob", "xdkernels.jit.logsumexp", "xdkernels.logprob",
+        "xdkernels.logsumexp", "xdkernels.reference.logprob",
     ),
 )  # fmt: skip
 

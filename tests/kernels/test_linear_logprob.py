@@ -36,7 +36,7 @@ def exact(hidden, weight, ids, bias=None, temperature=1.0, softcap=None, vocab=N
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logprobs = torch.log_softmax((logits / temperature)[:, :vocab], dim=-1)
-    weighted = torch.where(logprobs > -torch.inf, logprobs.exp() * logprobs, 0.0)
+    weighted = logprobs.exp() * logprobs.clamp(min=-1e4)  # 0 where a column cannot be, and so is its derivative
     return logprobs.gather(1, ids[:, None].long()).squeeze(1), -weighted.sum(dim=1)
 
 
@@ -153,6 +153,8 @@ def test_the_gradients_bits_do_not_depend_on_the_other_rows(device):
     order = torch.randperm(37, generator=torch.Generator().manual_seed(4)).to(device)
     assert torch.equal(gradient(order), whole[order])
     assert torch.equal(gradient(slice(20, 21)), whole[20:21])
+    hidden[20, 3] *= 1 + 2**-7  # negative control: one element, by one bit
+    assert not torch.equal(gradient(slice(20, 21)), whole[20:21])
 
 
 def test_negative_control_another_tile_gives_other_bits(device):
@@ -162,11 +164,132 @@ def test_negative_control_another_tile_gives_other_bits(device):
     found = {}
     for block_n in (256, 128):
         tiled = replace(head, tiling=replace(kernels.TILING, block_n=block_n))
-        into = kernels.Swept.empty(hidden, entropy=False, direction=False)
-        kernels.sweep(hidden, tiled, ids, into)
-        found[block_n] = into.logprobs
-    assert not torch.equal(found[256], found[128])
-    torch.testing.assert_close(found[256], found[128], rtol=0, atol=HEAD_LOGPROB_NATS)
+        into = kernels.Swept.empty(hidden, entropy=True, direction=False)
+        kernels.sweep(hidden, tiled, ids, into, product_rows=133)
+        found[block_n] = into
+    for name in ("logprobs", "logsumexp", "entropies"):
+        assert not torch.equal(*(getattr(into, name) for into in found.values()))
+    torch.testing.assert_close(found[256].logprobs, found[128].logprobs, rtol=0, atol=HEAD_LOGPROB_NATS)
+
+
+def test_the_product_back_is_always_of_as_many_rows(device, monkeypatch):
+    """The library may choose its kernel by the number of rows, so a row's gradient is never multiplied among fewer."""
+    hidden, weight, ids = problem(device, rows=37)
+    shapes = []
+    product = kernels.product
+
+    def watched(left, right):
+        shapes.append(left.shape[0])
+        return product(left, right)
+
+    monkeypatch.setattr(kernels, "product", watched)
+    for rows in (1, 16, 37):
+        h = hidden[:rows].clone().requires_grad_()
+        linear_selected_logprob(h, weight, ids[:rows], chunk_tokens=16).sum().backward()
+    assert shapes == [16] * 5
+
+
+def test_ids_and_bias_of_any_stride(device):
+    hidden, weight, ids = problem(device)
+    bias = torch.randn(V, generator=torch.Generator().manual_seed(1)).to(device)
+    wanted = linear_selected_logprob(hidden, weight, ids, bias)
+    wide = torch.stack((ids, ids.flip(0)), dim=1)[:, 0], torch.stack((bias, -bias), dim=1)[:, 0]
+    assert not wide[0].is_contiguous() and not wide[1].is_contiguous()
+    assert torch.equal(linear_selected_logprob(hidden, weight, *wide), wanted)
+    one = torch.full((1,), 5, device=device)
+    assert torch.equal(
+        linear_selected_logprob(hidden, weight, one.expand(N)), linear_selected_logprob(hidden, weight, one.repeat(N))
+    )
+    (h64,) = doubles(hidden)
+    hidden.requires_grad_()
+    logprobs, entropy = linear_selected_logprob(hidden, weight, *wide, entropy=True)
+    (found,) = torch.autograd.grad(entropy.sum() + logprobs.sum(), hidden)  # upstreams expanded from one number
+    wanted, wanted_entropy = exact(h64, weight.double(), ids, bias)
+    assert relative(found, torch.autograd.grad((wanted + wanted_entropy).sum(), h64)[0]) < BFLOAT16_GRADIENT_RELATIVE
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen head", "trained head"])
+def test_columns_that_cannot_be(device, trained):
+    """A third of the vocabulary at -inf: no probability, no part in the entropy or in a gradient."""
+    hidden, weight, ids = problem(device)
+    bias = torch.zeros(V, device=device)
+    bias[::3] = -torch.inf
+    ids = ids // 3 * 3 + 1
+    hidden.requires_grad_(), weight.requires_grad_(trained)
+    h64, w64 = doubles(hidden, weight)
+    wanted, wanted_entropy = exact(h64, w64, ids, bias)
+    logprobs, entropy = linear_selected_logprob(hidden, weight, ids, bias, entropy=True)
+    torch.testing.assert_close(logprobs.double(), wanted, rtol=0, atol=HEAD_LOGPROB_NATS)
+    torch.testing.assert_close(entropy.double(), wanted_entropy, rtol=0, atol=HEAD_ENTROPY_NATS)
+    leaves, exactly = ((hidden, weight), (h64, w64)) if trained else ((hidden,), (h64,))
+    for way, want in ((logprobs, wanted), (entropy, wanted_entropy)):
+        found = torch.autograd.grad(way.sum(), leaves, retain_graph=True)
+        for ours, theirs in zip(found, torch.autograd.grad(want.sum(), exactly, retain_graph=True), strict=True):
+            assert relative(ours, theirs) < BFLOAT16_GRADIENT_RELATIVE
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen head", "trained head"])
+def test_padding_may_hold_anything(device, trained):
+    hidden, weight, ids = problem(device)
+    vocab = 650
+    ids = ids % vocab
+    broken = weight.clone()
+    broken[vocab:] = torch.nan
+    found = []
+    for w in (weight, broken):
+        h, w = hidden.clone().requires_grad_(), w.clone().requires_grad_(trained)
+        logprobs, entropy = linear_selected_logprob(h, w, ids, vocab=vocab, entropy=True)
+        gradients = torch.autograd.grad(logprobs.sum() + trained * entropy.sum(), (h, w) if trained else (h,))
+        found.append((logprobs.detach(), entropy.detach(), *gradients))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(each.isfinite().all() for each in found[1])
+
+
+def test_autocast_changes_no_bit(device):
+    hidden, weight, ids = problem(device)
+    wanted = None
+    for enabled in (False, True):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        with torch.autocast(device, torch.float16, enabled=enabled):
+            logprobs = linear_selected_logprob(h, w, ids)
+        found = logprobs.detach(), *torch.autograd.grad(logprobs.sum(), (h, w))
+        wanted = wanted or found
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_the_results_are_the_callers_to_change(device):
+    hidden, weight, ids = problem(device)
+    hidden.requires_grad_()
+    logprobs, entropy = linear_selected_logprob(hidden, weight, ids, entropy=True)
+    wanted = torch.autograd.grad((2 * logprobs).sum(), hidden, retain_graph=True)[0]
+    logprobs.mul_(2), entropy.mul_(2)
+    assert torch.equal(torch.autograd.grad(logprobs.sum(), hidden)[0], wanted)
+
+
+@pytest.mark.parametrize("id", [-1, V, V + 2**32])
+def test_an_unchecked_id_outside_is_impossible_and_reads_nothing(device, id):
+    hidden, weight, ids = problem(device)
+    wanted = linear_selected_logprob(hidden, weight, ids)
+    ids[4] = id
+    hidden.requires_grad_()
+    found = linear_selected_logprob(hidden, weight, ids, check=False)
+    others = torch.arange(N, device=device) != 4
+    assert found[4] == -torch.inf and torch.equal(found[others], wanted[others])
+
+
+@pytest.mark.parametrize("far", ["hidden", "weight"])
+def test_operands_beyond_2_to_the_31(device, beyond, far):
+    """Offsets of rows are 64-bit: two rows of a stride of 2^30 lie within 31 bits, the third does not."""
+    hidden, weight, ids = problem(device, rows=3, columns=3)
+    plain = {"hidden": hidden, "weight": weight}
+    away = beyond.as_strided((3, H), (2**30 + 8, 1))
+    away.copy_(plain[far])
+    found = []
+    for h, w in ((hidden, weight), (away, weight) if far == "hidden" else (hidden, away)):
+        h = h.detach().requires_grad_()
+        logprobs = linear_selected_logprob(h, w, ids)
+        found.append((logprobs.detach(), torch.autograd.grad(logprobs.sum(), h)[0]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("shift", [-1000.0, 1000.0])
@@ -294,6 +417,13 @@ BAD = {
     "vocab 0": lambda h, w, i: ((h, w, i), {"vocab": 0}),
     "bias too short": lambda h, w, i: ((h, w, i, torch.zeros(V - 1, device=h.device)), {}),
     "chunks of nothing": lambda h, w, i: ((h, w, i), {"chunk_tokens": 0}),
+    "chunks of two and a half": lambda h, w, i: ((h, w, i), {"chunk_tokens": 2.5}),
+    "vocab a float": lambda h, w, i: ((h, w, i), {"vocab": 20.0}),
+    "vocab true": lambda h, w, i: ((h, w, i), {"vocab": True}),
+    "ids of unsigned 32 bits": lambda h, w, i: ((h, w, i.to(torch.uint32)), {}),
+    "softcap beyond float32": lambda h, w, i: ((h, w, i), {"softcap": 1e39}),
+    "a temperature a row": lambda h, w, i: ((h, w, i), {"temperature": h[:, 0].float()}),
+    "no hidden size": lambda h, w, i: ((h[:, :0], w[:, :0], i), {}),
     "weight elsewhere": lambda h, w, i: ((h, w.to("meta"), i), {}),
 }
 

@@ -311,25 +311,17 @@ def test_ids_of_any_integer_dtype_and_stride(device, dtype):
 # -- 64-bit offsets
 
 
-@pytest.fixture
-def beyond(device, tmp_path):
-    """bfloat16 of more than 2^31 elements; on the CPU a sparse file, of which only what is touched takes room."""
-    count = 2**31 + 2**28
-    if device == "cpu":
-        return torch.from_file(str(tmp_path / "sparse"), shared=True, size=count, dtype=torch.bfloat16)
-    return torch.empty(count, dtype=torch.bfloat16, device=device)
-
-
-@pytest.mark.parametrize("stride", [(2**31 + 8, 1), (1, 2**22)])
-def test_rows_and_columns_beyond_2_to_the_31(device, beyond, stride):
+@pytest.mark.parametrize("rows, stride", [(2, (2**31 + 8, 1)), (2, (1, 2**22)), (3, (2**30 + 8, 1))])
+def test_rows_and_columns_beyond_2_to_the_31(device, beyond, rows, stride):
+    """The last: of a stride that is a 32-bit number, as in [16384, 151936], the third row's offset is none."""
     v = 2**31 // 2**22 + 20 if stride[1] > 1 else 700
-    logits, ids = draw(2, v, device, torch.bfloat16)
+    logits, ids = draw(rows, v, device, torch.bfloat16)
     ids[1] = v - 1
-    far = beyond.as_strided((2, v), stride)
+    far = beyond.as_strided((rows, v), stride)
     far.copy_(logits)
     found = selected_logprob(far, ids, entropy=True)
     assert all(same(a, b) for a, b in zip(found, selected_logprob(logits, ids, entropy=True), strict=True))
-    merged = tuple(torch.zeros(2, device=device) for _ in range(3))
+    merged = tuple(torch.zeros(rows, device=device) for _ in range(3))
     assert same(
         kernels.gradient(far, ids, merged, merged[0] + 1, None, 1.0, v),
         kernels.gradient(logits, ids, merged, merged[0] + 1, None, 1.0, v),
@@ -356,6 +348,10 @@ BAD = [
     (LOGITS, IDS, {"vocab": 0}, "vocab"),
     (LOGITS[:, :0], IDS, {}, "vocab"),
     (LOGITS, IDS, {"vocab_block": 0}, "vocab_block"),
+    (LOGITS, IDS, {"vocab_block": 2.5}, "vocab_block"),
+    (LOGITS.new_zeros(1, 70000), IDS[:1], {"vocab_block": 1}, "vocab_block"),
+    (LOGITS, IDS, {"vocab": 4.0}, "vocab"),
+    (LOGITS, IDS.to(torch.uint32), {}, "integers"),
     (LOGITS, IDS, {"temperature": 0.0}, "temperature"),
     (LOGITS, IDS, {"temperature": -1.0}, "temperature"),
     (LOGITS, IDS, {"temperature": NAN}, "temperature"),

@@ -88,12 +88,13 @@ class Swept:
         return Swept(*(None if part is None else part[rows] for part in parts))
 
 
-def sweep(hidden: torch.Tensor, head: Head, ids: torch.Tensor, into: Swept, *, product_rows: int | None = None) -> None:
+def sweep(hidden: torch.Tensor, head: Head, ids: torch.Tensor, into: Swept, *, product_rows: int) -> None:
     """One sweep over rows whose partial sums fit into memory; what `into` has room for is filled.
 
-    hidden: bfloat16 [N, H], unit stride, 16-byte rows. product_rows, with a direction: at least N; the rows that are
-    multiplied by the weight once more, by the vendor's product, whose choice of kernel may follow their number: so pass
-    always the same. The probabilities of as many rows are held, bfloat16 [product_rows, V].
+    hidden: bfloat16 [N, H], unit stride, 16-byte rows. ids, bias: in one piece. product_rows, of use with a direction:
+    at least N; the rows that are multiplied by the weight once more, by the vendor's product, whose choice of kernel
+    may follow their number: so pass always the same. The probabilities of as many rows are held, bfloat16
+    [product_rows, V].
     """
     rows, width = hidden.shape
     tiling = head.tiling
@@ -113,8 +114,8 @@ def sweep(hidden: torch.Tensor, head: Head, ids: torch.Tensor, into: Swept, *, p
     programs = min(row_blocks * tiles, multiprocessors(hidden.device))
     with on_device_of(hidden):
         kernels.selected_kernel[(rows,)](
-            hidden, head.weight, bias, ids, selected, reference, hidden.stride(0), head.weight.stride(0), width,
-            *head.scalars, **head.constants, BLOCK=min(1024, triton.next_power_of_2(width)), **FUSION,
+            hidden, head.weight, bias, ids, selected, reference, hidden.stride(0), head.weight.stride(0), head.vocab,
+            width, *head.scalars, **head.constants, BLOCK=min(1024, triton.next_power_of_2(width)), **FUSION,
         )  # fmt: skip
         kernels.head_kernel[(programs,)](
             TensorDescriptor.from_tensor(hidden, [tiling.block_m, tiling.block_k]),
@@ -137,11 +138,11 @@ def sweep(hidden: torch.Tensor, head: Head, ids: torch.Tensor, into: Swept, *, p
                 exponentials, references, row_reference, rows, tiles, padded,
                 tiling.block_m, tiling.block_n, RESCALE_STRIP, num_warps=8, **FUSION,
             )  # fmt: skip
-            # rows beyond N hold whatever was there, and give rows that nobody reads
-            sums = product(exponentials[:, : head.weight.shape[0]], head.weight)
+            # rows beyond N hold whatever was there, and give rows that nobody reads; padding of the weight is not read
+            sums = product(exponentials[:, : head.vocab], head.weight[: head.vocab])
             kernels.direction_kernel[(rows,)](
                 sums, head.weight, ids, selected, row_total, row_rest, into.direction,
-                rows, into.direction.shape[1], width, head.weight.stride(0), *head.scalars,
+                into.direction.shape[1], width, head.weight.stride(0), head.vocab, *head.scalars,
                 SOFTCAP=head.softcap is not None, TEMPERED=head.temperature != 1.0,
                 BLOCK=min(2048, triton.next_power_of_2(width)), **FUSION,
             )  # fmt: skip
@@ -180,7 +181,7 @@ def logit_gradients(
             head.bias if head.bias is not None else logsumexp, ids, -torch.expm1(logprobs), logsumexp,
             entropy if entropy_upstream is not None else logsumexp, upstream,
             entropy_upstream if entropy_upstream is not None else upstream,
-            rows, weight.shape[0], columns.start, head.vocab, width, row_blocks, tiles, programs, *head.scalars,
+            rows, columns.start, head.vocab, width, row_blocks, tiles, programs, *head.scalars,
             **head.constants, ENTROPY=entropy_upstream is not None, **_blocks(tiling),
             num_warps=tiling.num_warps, num_stages=tiling.num_stages, **FUSION,
         )  # fmt: skip

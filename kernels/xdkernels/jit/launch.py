@@ -1,4 +1,4 @@
-"""Where a kernel is launched, and how wide."""
+"""Where a kernel is launched, and how wide. Every launcher imports this, so the interpreter is repaired here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import functools
 from contextlib import AbstractContextManager
 
 import torch
+import triton
+
+if triton.knobs.runtime.interpret:
+    from xdkernels.jit import interpreted
+
+    interpreted.repair()
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:

@@ -79,12 +79,17 @@ def _finish_logits(
 
 @triton.jit
 def selected_kernel(
-    hidden, weight, bias, ids, selected, reference, hidden_stride, weight_stride, H, softcap, temperature,
+    hidden, weight, bias, ids, selected, reference, hidden_stride, weight_stride, vocab, H, softcap, temperature,
     HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The selected token's logit, by a float32 dot product; and in units of log 2, rounded up: the row's reference."""
+    """The selected token's logit, by a float32 dot product; and in units of log 2, rounded up: the row's reference.
+
+    The logit of a token outside the vocabulary is -inf.
+    """
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(ids + row).to(tl.int64)
+    known = (token >= 0) & (token < vocab)
+    token = tl.where(known, token, 0)
     lanes = tl.arange(0, BLOCK)
     products = tl.zeros((BLOCK,), tl.float32)
     for k in range(0, H, BLOCK):
@@ -99,6 +104,7 @@ def selected_kernel(
         x = softcap * tanh(x / softcap)
     if TEMPERED:
         x = x / temperature
+    x = tl.where(known, x, float("-inf"))
     tl.store(selected + row, x)
     x = tl.ceil(x * LOG2_E)
     tl.store(reference + row, tl.where(tl.abs(x) < 1e30, x, 0.0))  # NaN and infinity are no reference
@@ -127,7 +133,8 @@ def head_kernel(
         x_MN, slope_MN = _finish_logits(
             acc_MN, columns_N, bias, vocab, softcap, temperature, HAS_BIAS, SOFTCAP, TEMPERED
         )
-        token_M = tl.load(ids + rows_M, mask=live_M, other=-1).to(tl.int32)
+        token_M = tl.load(ids + rows_M, mask=live_M, other=-1).to(tl.int64)
+        token_M = tl.where((token_M >= 0) & (token_M < vocab), token_M, -1).to(tl.int32)
         counts_MN = (columns_N[None, :] < vocab) & (columns_N[None, :] != token_M[:, None])
         x_MN = tl.where(counts_MN, x_MN, float("-inf"))
         reference_M = tl.load(reference + rows_M, mask=live_M, other=0.0)
@@ -220,7 +227,7 @@ def rescale_kernel(
                 columns_N = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 at = exponentials + rows_M.to(tl.int64)[:, None] * stride + columns_N[None, :]
                 e_MN = tl.load(at, mask=moved_M[:, None], other=0.0).to(tl.float32)
-                scaled_MN = tl.where(e_MN == 0.0, 0.0, e_MN * tl.exp2(shift_M)[:, None])
+                scaled_MN = e_MN * tl.exp2(shift_M)[:, None]  # at most 1: the row's reference is the greatest
                 tl.store(at, scaled_MN.to(tl.bfloat16), mask=moved_M[:, None])
 
 
@@ -233,9 +240,9 @@ def scale_rows_kernel(matrix, factor, out, size, width, BLOCK: tl.constexpr):
     tl.store(out + at, x.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit
 def direction_kernel(
-    sums, weight, ids, selected, row_total, row_rest, direction, N, width, H, weight_stride, softcap, temperature,
+    sums, weight, ids, selected, row_total, row_rest, direction, width, H, weight_stride, vocab, softcap, temperature,
     SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """d logprob / d hidden of a row: (rest / total weight[id] slope[id] - sums / total) / temperature.
@@ -244,6 +251,7 @@ def direction_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(ids + row).to(tl.int64)
+    token = tl.where((token >= 0) & (token < vocab), token, 0)  # of such a row the logprob is -inf already
     total = tl.load(row_total + row)
     missing = tl.load(row_rest + row) / total
     if SOFTCAP:
@@ -266,7 +274,7 @@ def direction_kernel(
 @triton.jit(do_not_specialize=["N", "row_blocks", "programs"])
 def logit_gradient_kernel(
     hidden, weight, gradients, bias, ids, missing, logsumexp, entropy, upstream, entropy_upstream,
-    N, columns, first_column, vocab, H, row_blocks, column_blocks, programs, softcap, temperature,
+    N, first_column, vocab, H, row_blocks, column_blocks, programs, softcap, temperature,
     HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, ENTROPY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip

@@ -1,11 +1,11 @@
 """The selected logprob in Triton: partial log-sum-exps a vocabulary block, and the gradient of the logits.
 
-One program owns a row's block and walks it in tiles of LANES x DEPTH columns, column = lane * DEPTH + element. Each
+One program owns a row's block and walks it in tiles of LANES x DEPTH columns, column = element * LANES + lane. Each
 lane keeps a running maximum and the sums that belong to it; the lanes are joined at the end of the block. So the loop
 has no reduction across threads, and one exp an element. Everything that decides a bit is LANES, DEPTH and the
 vocabulary block; where a row lies, how it is strided and how many threads share it, is not.
 
-Shape suffixes: L lanes, E elements of a lane's vector.
+Shape suffixes: L lanes, D elements of a lane in a tile.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ MOST_PROGRAMS = 2**31 - 1
 
 
 class TileLaunch(NamedTuple):
-    """lanes and vector are arithmetic: other values, other bits. warps and stages only say how the work is spread."""
+    """lanes and depth are arithmetic: other values, other bits. warps and stages only say how the work is spread."""
 
     lanes: int
     depth: int
     warps: int
-    stages: int
+    stages: int = 1
 
 
-PARTIALS = TileLaunch(lanes=256, depth=4, warps=1, stages=1)
-GRADIENT = TileLaunch(lanes=1024, depth=2, warps=4, stages=1)
+PARTIALS = TileLaunch(lanes=256, depth=4, warps=1)
+GRADIENT = TileLaunch(lanes=1024, depth=2, warps=4)
 
 
 @triton.jit
@@ -147,7 +147,9 @@ def _gradient_kernel(
     from_DL = logits + place_DL * column_stride
     to_DL = gradient + place_DL * gradient_column_stride
 
-    selected_DL = column_DL == (tl.load(ids + row).to(tl.int64) - begin).to(tl.int32)
+    token = tl.load(ids + row).to(tl.int64) - begin
+    token = tl.where((token >= 0) & (token < LANES * DEPTH), token, -1).to(tl.int32)
+    selected_DL = column_DL == token
     g = tl.load(of_logprob + row) if OF_LOGPROB else 0.0
     h = tl.load(of_entropy + row) if OF_ENTROPY else 0.0
     mean = tl.load(entropy + row) if OF_ENTROPY else 0.0

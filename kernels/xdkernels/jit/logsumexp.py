@@ -64,7 +64,7 @@ def merge(
     No entropy without weighted, no logprob without selected.
     """
     rows, blocks = total.shape
-    results = total.new_empty((4, rows))
+    results = [total.new_empty(rows) for _ in range(4)]  # apart: no one's view, so that callers may change them
     if rows:
         with on_device_of(total):
             _merge_kernel[(triton.cdiv(rows, launch.rows),)](

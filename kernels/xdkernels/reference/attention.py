@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import torch
 
+from xdkernels.dispatch import without_autocast
 
+
+@torch.no_grad()
 def paged_decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -19,8 +22,8 @@ def paged_decode_attention(
     softcap: float | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """What `xdkernels.paged_decode_attention` computes, a sequence at a time and in one piece: no splits, and the
-    probabilities stay float32. Its arguments, its result, and its trust in them: nothing is checked here.
+    """What `xdkernels.paged_attention.paged_decode_attention` computes, a sequence at a time and in one piece: no
+    splits, and the probabilities stay float32. Its arguments, its result, its trust in them: nothing is checked here.
 
     On CUDA the process's float32 matmul precision holds. A row's bits depend on its own operands and length alone.
     """
@@ -34,8 +37,9 @@ def paged_decode_attention(
         k_KDL = k_cache[blocks, slots].to(torch.float32).permute(1, 2, 0)
         v_KLD = v_cache[blocks, slots].to(torch.float32).transpose(0, 1)
         q_KGD = q[row].to(torch.float32).unflatten(0, (kv_heads, -1))
-        x_KGL = q_KGD @ k_KDL * scale
-        if softcap is not None:
-            x_KGL = softcap * torch.tanh(x_KGL / softcap)
-        out[row] = (torch.softmax(x_KGL, dim=-1) @ v_KLD).flatten(0, 1).to(q.dtype)
+        with without_autocast(q):
+            x_KGL = q_KGD @ k_KDL * scale
+            if softcap is not None:
+                x_KGL = softcap * torch.tanh(x_KGL / softcap)
+            out[row] = (torch.softmax(x_KGL, dim=-1) @ v_KLD).flatten(0, 1).to(q.dtype)
     return out

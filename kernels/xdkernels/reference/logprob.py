@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from xdkernels import arguments
+from xdkernels.dispatch import without_autocast
 from xdkernels.logsumexp import default_vocab_block
 
 #: where maxima start: finite, so that a column of -inf gives exp(-inf - LOWEST) = 0 and no NaN
@@ -53,6 +54,7 @@ def selected_logprob_partials(
     column; the selected logit is -inf where the shard does not hold it. Nothing is checked here. Maxima are constants
     to autograd: no result of a merge depends on them.
     """
+    logits = logits.to(torch.float32)  # once, so that a gradient is added up in float32 and rounded once
     blocks = [
         _block(logits[:, begin : max(min(begin + vocab_block, columns), begin)], temperature, entropy)
         for begin in range(0, logits.shape[1], vocab_block)
@@ -61,16 +63,16 @@ def selected_logprob_partials(
     token_N = ids.to(torch.int64) - first
     here_N = (token_N >= 0) & (token_N < columns)
     selected_N = logits.gather(1, token_N.clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
-    selected_N = torch.where(here_N, selected_N.to(torch.float32) / temperature, -torch.inf)
+    selected_N = torch.where(here_N, selected_N / temperature, -torch.inf)
     return maximum_NK, total_NK, weighted_NK if entropy else None, selected_N
 
 
 def _block(logits_NB: torch.Tensor, temperature: float, entropy: bool) -> tuple[torch.Tensor, ...]:
     """maximum, total and weighted of one block, float32 [N]; of no columns, what a merge passes over."""
     if logits_NB.shape[1] == 0:
-        zeros_N = logits_NB.new_zeros(logits_NB.shape[0], dtype=torch.float32)
+        zeros_N = logits_NB.new_zeros(logits_NB.shape[0])
         return zeros_N + LOWEST, zeros_N, zeros_N
-    x_NB = logits_NB.to(torch.float32).contiguous() / temperature
+    x_NB = logits_NB.contiguous() / temperature
     maximum_N = x_NB.detach().amax(dim=1).clamp(min=LOWEST)
     shifted_NB = x_NB - maximum_N.unsqueeze(1)  # at most 0: exp cannot overflow
     weight_NB = shifted_NB.exp()
@@ -115,12 +117,13 @@ def linear_selected_logprob(
     arguments, the result and the errors are those of `selected_logprob`.
     """
     vocab = arguments.require_linear(hidden, weight, ids, bias, temperature, softcap, vocab, check=check)
-    logits_NV = hidden.to(torch.float32) @ weight.to(torch.float32).mT
-    if bias is not None:
-        logits_NV = logits_NV + bias.to(torch.float32)
-    if softcap is not None:
-        logits_NV = softcap * (logits_NV / softcap).tanh()
-    return selected_logprob(logits_NV, ids, temperature, vocab, entropy=entropy, check=False)
+    with without_autocast(hidden):
+        logits_NV = hidden.to(torch.float32) @ weight[:vocab].to(torch.float32).mT  # padding may hold anything
+        if bias is not None:
+            logits_NV = logits_NV + bias[:vocab].to(torch.float32)
+        if softcap is not None:
+            logits_NV = softcap * (logits_NV / softcap).tanh()
+        return selected_logprob(logits_NV, ids, temperature, entropy=entropy, check=False)
 
 
 def _fold(x: torch.Tensor) -> torch.Tensor:
