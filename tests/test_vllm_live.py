@@ -123,6 +123,13 @@ def test_every_frozen_token_is_fed_or_shared_and_seen(answer):
         assert eager["value"] is True and eager["evidence"]["first_layer_calls"] == eager["evidence"]["forwards"]
 
 
+@pytest.mark.answer("crossed")
+def test_keys_of_another_sequence_leave_a_token_unattended(answer):
+    assert answer["honest"] == []
+    assert answer["unattended"] == answer["decoded_together"] and len(answer["decoded_together"]) == 12
+    assert answer["moved"] > 0  # vLLM did use those keys
+
+
 @pytest.mark.answer("evidence")
 def test_one_engine_serves_several_batch_sizes_and_remembers_nothing(answer):
     first, _, again = answer["scored"]

@@ -204,6 +204,30 @@ def evidence(place: Place) -> dict[str, Any]:
     return found
 
 
+def crossed(place: Place) -> dict[str, Any]:
+    """What shows where the first two sequences, while decoding, look up each other's keys."""
+    engine, given = place.open(batch__size=6), place.frozen
+    honest, build = place.score(), engine.runner._build_attention_metadata
+
+    def crossing(*arguments: Any, **options: Any) -> Any:
+        built, common = build(*arguments, **options)
+        for metadata in {id(each): each for each in built.values()}.values():
+            if metadata.max_query_len == 1 and len(metadata.block_table) > 1:
+                metadata.block_table = metadata.block_table[[1, 0, *range(2, len(metadata.block_table))]]
+        return built, common
+
+    engine.runner._build_attention_metadata = crossing
+    scores = place.score()
+    ends = given.cu_seqlens[:2] + given.prompt_lens[:2]
+    both = int((given.cu_seqlens[1:3] - ends).min())  # steps until the shorter answer ends
+    return {
+        "honest": np.flatnonzero(~honest.observed.attention_mask).tolist(),
+        "unattended": np.flatnonzero(~scores.observed.attention_mask).tolist(),
+        "decoded_together": [int(end) + step for end in ends for step in range(both)],
+        "moved": int((np.abs(scores.logprobs - honest.logprobs) > 1e-3).sum()),
+    }
+
+
 def uncached(place: Place) -> dict[str, Any]:
     """Without prefix caching."""
     engine = place.open(rollout__enable_prefix_caching=False, batch__size=4)
@@ -322,8 +346,8 @@ def refused(place: Place) -> dict[str, Any]:
     return found
 
 
-ANSWERS = (weights, own_logprobs, prompt_logprobs, evidence, uncached, operators, reloaded, head_alone, not_numbers,
-           compiled, refused)  # fmt: skip
+ANSWERS = (weights, own_logprobs, prompt_logprobs, evidence, crossed, uncached, operators, reloaded, head_alone,
+           not_numbers, compiled, refused)  # fmt: skip
 
 
 def main() -> None:

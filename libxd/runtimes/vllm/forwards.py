@@ -51,7 +51,6 @@ class Forwards:
         self.fed: list[Fed] = []
         self.output: Tensor | None = None
         self.shared_tokens = 0
-        self.attention: set[str] = set()
         self._runner = runner
         self._observer = observer
         self._first = sequences.cu_seqlens
@@ -77,33 +76,31 @@ class Forwards:
             del self._runner._model_forward  # the class's own shows again
 
     def _before(self, input_ids: Tensor, positions: Tensor) -> None:
+        """A forward of ids and positions [M], as the attention's metadata lays it out."""
         metadata = next(iter(get_forward_context().attn_metadata.values()))
-        self.attention.add(type(metadata).__name__)
-        batch = self._runner.input_batch
-        requests = batch.req_ids[: batch.num_reqs]
-        starts = metadata.query_start_loc.cpu().numpy()
-        lengths = metadata.seq_lens.cpu().numpy()
-        slots = metadata.slot_mapping.cpu().numpy()
-        blocks = metadata.block_table.cpu().numpy()
-        ids, places = input_ids.cpu().numpy(), positions.cpu().numpy()
-        self.fed = [
-            Fed(self._sequence(request), int(lengths[row] - (starts[row + 1] - starts[row])),
-                int(starts[row + 1] - starts[row]), int(starts[row]))
-            for row, request in enumerate(requests)
-        ]  # fmt: skip
+        self.fed = list(self._rows(metadata))
+        slots, blocks = metadata.slot_mapping.cpu().numpy(), metadata.block_table.cpu().numpy()
+        size = self._runner.input_batch.block_table[0].block_size
         for fed in self.fed:
             self._write(slots[fed.first : fed.first + fed.count], fed)
-        size = batch.block_table[0].block_size
         for row, fed in enumerate(self.fed):
             if fed.sequence not in self._held:
                 self._begin(fed, self._cells(blocks[row], fed.start, size))
-        attended = np.zeros(int(starts[len(requests)]), np.bool_)
+        attended = []
         for row, fed in enumerate(self.fed):
             kept = np.array_equal(self._cells(blocks[row], fed.end, size), self._held[fed.sequence][: fed.end])
-            attended[fed.first : fed.first + fed.count] = kept and bool(metadata.causal)
+            attended += [kept and bool(metadata.causal)] * fed.count
         pieces = [Piece(fed.sequence, fed.start, fed.count) for fed in self.fed]
-        self._observer.forward(pieces, ids, places, attended)
+        self._observer.forward(pieces, input_ids.cpu().numpy(), positions.cpu().numpy(), np.array(attended, np.bool_))
         self._share()
+
+    def _rows(self, metadata: Any) -> Iterator[Fed]:
+        """What belongs to whom: requests by the runner's batch, from where and how far by what the attention uses."""
+        batch = self._runner.input_batch
+        starts, lengths = metadata.query_start_loc.cpu().tolist(), metadata.seq_lens.cpu().tolist()
+        for row, request in enumerate(batch.req_ids[: batch.num_reqs]):
+            count = starts[row + 1] - starts[row]
+            yield Fed(self._sequence(request), lengths[row] - count, count, starts[row])
 
     def _sequence(self, request: str) -> int:
         return self._runner.requests[request].sampling_params.extra_args[SEQUENCE]
