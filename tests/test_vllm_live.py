@@ -16,7 +16,7 @@ import pytest
 import tolerances
 from conftest import ROOT, Tools
 
-PYTHON = os.environ.get("XD_PYTHON_VLLM")
+PYTHON = os.environ.get("XD_PYTHON_VLLM") and os.path.abspath(os.environ["XD_PYTHON_VLLM"])
 pytestmark = pytest.mark.skipif(
     not PYTHON, reason="no vLLM here: make setup-vllm, then XD_PYTHON_VLLM=.venv-vllm/bin/python"
 )
@@ -179,6 +179,8 @@ def test_a_compiled_forward_is_counted_and_depends_on_no_scoring_before(answer):
         ("a part of a fused weight", 65, "model.layers.0.self_attn.q_proj.weight"),
         ("no memory for the cache", 75, "fewer or shorter ones"),
         ("no memory to score", 75, "smaller batch.size"),
+        ("fewer logprobs", 70, "another number of logprobs"),
+        ("another id", 70, "another id than the frozen one"),
         ("vocabulary", 65, "beyond the vocabulary"),
         ("masked", 69, "masks nothing"),
         ("shifted", 69, "positions from 0"),

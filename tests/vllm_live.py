@@ -338,6 +338,21 @@ def refused(place: Place) -> dict[str, Any]:
     full = RuntimeError("DefaultCPUAllocator: can't allocate memory")
     with mock.patch.object(vllm.LLM, "generate", side_effect=full):
         tried("no memory to score")
+
+    def spoiled(name: str, spoil: Any) -> None:
+        """vLLM's results for the first sequence, with something done to its logprobs."""
+        generate = vllm.LLM.generate
+
+        def generated(llm: Any, *arguments: Any, **given: Any) -> Any:
+            results = generate(llm, *arguments, **given)
+            spoil(results[0].outputs[0].logprobs)
+            return results
+
+        with mock.patch.object(vllm.LLM, "generate", generated):
+            tried(name)
+
+    spoiled("fewer logprobs", lambda logprobs: logprobs.pop(2))
+    spoiled("another id", lambda logprobs: logprobs.__setitem__(2, {VOCABULARY: next(iter(logprobs[2].values()))}))
     tried("vocabulary", dataclasses.replace(place.frozen, token_ids=place.frozen.token_ids + VOCABULARY - 5))
     masked = place.frozen.attention_mask.copy()
     masked[0] = False

@@ -163,7 +163,7 @@ class RolloutEngine(TorchEngine):
             first = span.start + int(sequences.prompt_lens[s])
             ids = sequences.token_ids[first : span.stop].tolist()
             given = result.outputs[0].logprobs if decoding else result.prompt_logprobs[first - span.start :]
-            logprobs[first : span.stop] = _of_ids(given[: len(ids)], ids, s)
+            logprobs[first : span.stop] = _of_ids(given, ids, 1 if decoding else 0, s)
 
     def _kept_cache(self) -> bool:
         """vLLM writes keys and values into its cache whatever the mode."""
@@ -228,13 +228,16 @@ def _require_plain(sequences: Sequences) -> None:
                           status=Status.REFUSED, code="unsupported-sequences", where=f"sequence {s}")  # fmt: skip
 
 
-def _of_ids(given: list[Any], ids: list[int], sequence: int) -> list[float]:
-    """The logprobs of these ids in vLLM's results. XdError 70 when it gives fewer, or none of an id."""
-    if len(given) != len(ids):
+def _of_ids(given: list[Any], ids: list[int], behind: int, sequence: int) -> list[float]:
+    """The logprobs of these ids in vLLM's results, which go on for `behind` more tokens.
+
+    XdError 70 when it gives another number of them, or none of an id.
+    """
+    if len(given) != len(ids) + behind:
         raise XdError("vLLM gives another number of logprobs than there are tokens", status=Status.BUG,
                       code="engine-output", where=f"sequence {sequence}", found=len(given),
-                      expected=len(ids))  # fmt: skip
-    entries = list(zip((entry or {} for entry in given), ids, strict=True))
+                      expected=len(ids) + behind)  # fmt: skip
+    entries = list(zip((entry or {} for entry in given), ids, strict=False))
     missing = next((i for i, (entry, asked) in enumerate(entries) if asked not in entry), None)
     if missing is not None:
         raise XdError("vLLM gives the logprob of another id than the frozen one", status=Status.BUG,
