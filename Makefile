@@ -46,7 +46,7 @@ POLICY_smollm2 ?= --runtime hf
 POLICY_smollm2-fp32 ?= --runtime hf
 POLICY_smollm2-cuda ?= --runtime hf
 POLICY_smollm2-vllm ?= --runtime-rollout vllm --runtime-training hf
-POLICY ?= $(or $(POLICY_$(EXP)),$(error no policy for EXP=$(EXP): give POLICY='--runtime NAME'))
+POLICY ?= $(or $(POLICY_$(EXP)),$(error no policy for EXP=$(EXP): give POLICY='--runtime NAME' with a runtime such as cpu-smoke or hf))
 
 # Repeats of the baseline, for the noise floor.
 REPEATS_s0 ?= 1
@@ -117,13 +117,14 @@ plan: $(VENV)/.base ## print the plan rows of EXP (no model, no torch, no accele
 
 .PHONY: compare
 compare: $(VENV)/.base ## judge the judged attempts of EXP again, offline; fails when a verdict would change
-	@judged=$$(find $(RUNS)/$(EXP)/cases -name comparison.json -printf '%h\n' | sort); \
-	  [ -n "$$judged" ] || { echo "make: $(RUNS)/$(EXP): no verdict there to reproduce" >&2; exit 66; }; \
+	@judged=$$([ ! -d $(RUNS)/$(EXP)/cases ] || find $(RUNS)/$(EXP)/cases -name comparison.json -printf '%h\n' | sort); \
+	  [ -n "$$judged" ] || { echo "make: $(RUNS)/$(EXP): no verdict there to reproduce (make run EXP=$(EXP) first)" >&2; exit 66; }; \
 	  xd-compare <<< "$$judged" > /dev/null || exit; \
 	  echo "every verdict of $(EXP) reproduced, byte for byte: $$(wc -l <<< "$$judged")"
 
 .PHONY: verdicts
 verdicts: $(VENV)/.base ## print the table of EXP, a row for each of its plan; fails unless all of them are PASS
+	@[ -e $(PLAN_ROWS) ] || { echo "make: $(PLAN_ROWS): no plan there (make run EXP=$(EXP) first)" >&2; exit 66; }
 	@xd-resume -q $(PLAN_ROWS) --runs $(RUNS) --answers | xd-compare --table --plan $(PLAN_ROWS) --exit-code
 
 .PHONY: model
@@ -205,3 +206,5 @@ help: ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
 	  /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@printf '\nExperiments (EXP=): %s\n' "$(basename $(notdir $(wildcard experiments/*.json)))"
+	@printf '%s\n' "An experiment of one's own: CONFIG=FILE, EXP=its id, POLICY='--runtime NAME' (what scores it)" \
+	  "Also: REPEATS=N of the baseline, RUNS=DIR, VENV=DIR, PYTHON=its interpreter; -j: engines side by side; -k: on when one fails"

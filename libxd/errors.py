@@ -30,7 +30,7 @@ class Status(IntEnum):
 _UNSET: Any = object()
 MAX_ISSUES = 32  # of one pass that are said; more says nothing new
 #: characters of a part of a message
-_MOST_PLACE, _MOST_TEXT, _MOST_FACT = 400, 2000, 120
+_MOST_PLACE, _MOST_TEXT, _MOST_FACT = 400, 2000, 300
 
 
 class XdError(ValueError):

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from libxd import canon, environment, knobs, planner
+from libxd import canon, environment, knobs, planner, plugins
 from libxd.errors import Status, XdError
-from libxd.operators import catalog as operators
-from libxd.operators import installed
+from libxd.operators import catalog, installed
 from libxd.operators.catalog import SemanticOperatorCatalog
 from libxd.operators.descriptor import LIFECYCLES, TOPOLOGY, OperatorDescriptor
 from libxd.policy import Policy
@@ -28,15 +27,14 @@ def materialized(
     row: dict[str, Any], policy: Policy, environments: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """The materialized.json value of a plan row under a policy; environments: side -> `environment.describe()`."""
-    smoke = policy.allow_smoke_operators and any(r.registers_smoke_operators for r in policy.runtimes.values())
-    catalog = operators.load(smoke)
+    operators = policy.catalog
     strict = row["strict_fallback"] or policy.strict
     refusals = [_refusal(None, None, "unsupported", reason) for reason in row["missing"]]
     if not row["executable"] and not refusals:
         refusals.append(_refusal(None, None, "unsupported", "the row is not executable"))
     sides = {}
     for side in SIDES:
-        builder = _Side(row, side, policy, environments[side], catalog)
+        builder = _Side(row, side, policy, environments[side], operators)
         sides[side] = builder.record()
         refusals += builder.refusals(strict)
     value = {
@@ -47,8 +45,8 @@ def materialized(
         "strict": strict,
         "status": "refused" if refusals else "ready",
         "refusals": refusals,
-        "catalog": catalog.digest,
-        "smoke_operators": smoke,
+        "catalog": operators.digest,
+        "smoke_operators": policy.smoke_operators,
         "sides": sides,
     }
     return {**value, "execution_key": execution_key(value)}
@@ -118,6 +116,9 @@ class _Side:
             if error.status != Status.REFUSED:
                 raise
             return SidePlan([], {}, {}, {}, {}, [issue.line() for issue in error.issues])
+        except Exception as error:
+            name, module = self.runtime.name, type(self.runtime).__module__
+            raise plugins.foreign("runtime", name, f"cannot plan the {self.side} side", error, module) from error
 
     def _unplanned(self, knob: knobs.Knob) -> KnobRecord:
         """An adapter must answer for every knob of its side, unless it refused the side as a whole."""
@@ -165,7 +166,7 @@ class _Side:
         device = self.plan.engine.get("device", self.row["scenario"]["device"])
         dtype = self._setting(knobs.DTYPE_OF_SIDE[self.side])
         spread = {name: self._setting(f"{self.side}.{name}") for name in TOPOLOGY[self.side]}
-        reasons = operators.check(descriptor, self.side, device, dtype, spread)
+        reasons = catalog.check(descriptor, self.side, device, dtype, spread)
         if descriptor.inputs not in getattr(self.runtime, "operator_inputs", ("logits", "hidden")):
             reasons.append(f"runtime {self.runtime.name} cannot hand out the {descriptor.inputs} {backend} takes")
         unknown = sorted(set(self.binding["options"]) - set(descriptor.options))

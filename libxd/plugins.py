@@ -22,7 +22,7 @@ def entries(group: str) -> dict[str, EntryPoint]:
         other = found.setdefault(entry.name, entry)
         if other.value != entry.value:
             raise XdError(f"two packages install {entry.name} into {group}", status=Status.BUG, code="duplicate-plugin",
-                          found=" and ".join(sorted(map(_origin, (other, entry)))), hint="uninstall one of them")
+                          found=" and ".join(sorted(map(origin, (other, entry)))), hint="uninstall one of them")
     return found
 
 
@@ -31,11 +31,17 @@ def load(kind: str, entry: EntryPoint) -> Any:
     try:
         return entry.load()
     except Exception as error:  # it runs the whole of a foreign module
-        what = " ".join(f"{type(error).__name__}: {error}".split())
-        raise XdError(f"{kind} {entry.name} cannot be loaded: {what}", status=Status.BUG, code=f"bad-{kind}",
-                      where=_origin(entry)) from error
+        raise foreign(kind, entry.name, "cannot be loaded", error, origin(entry)) from error
 
 
-def _origin(entry: EntryPoint) -> str:
+def foreign(kind: str, name: str, what: str, error: Exception, where: str) -> XdError:
+    """XdError 70 for an exception that came out of another package's code; it says whose. kind: as for `load`."""
+    said = error.line() if isinstance(error, XdError) else " ".join(f"{type(error).__name__}: {error}".split())
+    return XdError(f"{kind} {name} {what}: {said}", status=Status.BUG, code=f"bad-{kind}", where=where,
+                   hint="mend or uninstall it; XD_DEBUG=1 shows the traceback")  # fmt: skip
+
+
+def origin(entry: EntryPoint) -> str:
+    """Where an entry point leads, and whose it is."""
     package = entry.dist
     return f"{entry.value} of {package.name} {package.version}" if package else entry.value

@@ -12,6 +12,8 @@ from typing import Any
 
 from libxd import environment
 from libxd.errors import Status, XdError
+from libxd.operators import catalog
+from libxd.operators.catalog import SemanticOperatorCatalog
 from libxd.rundir import SIDES
 from libxd.runtimes import registry
 from libxd.runtimes.protocol import Runtime
@@ -32,6 +34,16 @@ class Policy:
             if side not in runtime.sides:
                 raise XdError(f"runtime {runtime.name} has no {side} side", status=Status.USAGE, code="wrong-side",
                               found=runtime.name, hint=f"name another one with --runtime-{side}")
+
+    @property
+    def smoke_operators(self) -> bool:
+        """Whether test operators come in: permission alone brings none, nor does a runtime that knows them alone."""
+        return self.allow_smoke_operators and any(r.registers_smoke_operators for r in self.runtimes.values())
+
+    @property
+    def catalog(self) -> SemanticOperatorCatalog:
+        """The operators there are. XdError 70 for one that is broken, whatever a row asks for."""
+        return catalog.load(self.smoke_operators)
 
     def environments(self) -> dict[str, dict[str, Any]]:
         """Side -> environment of its interpreter; two interpreters are asked in parallel.
@@ -60,7 +72,7 @@ def of(
     """A policy from names: side -> runtime name, side -> interpreter (None: the runtime's default)."""
     loaded = {side: registry.load(runtimes[side]) for side in SIDES}
     found = {side: pythons.get(side) for side in SIDES}
-    return Policy(
+    policy = Policy(
         loaded,
         {
             side: environment.interpreter(python) if python else default_python(runtimes[side])
@@ -69,3 +81,5 @@ def of(
         allow_smoke_operators,
         strict,
     )
+    policy.catalog  # noqa: B018 - a broken operator is said once, and not of every row
+    return policy

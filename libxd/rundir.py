@@ -94,6 +94,8 @@ class Attempt:
         attempt = cls(path)
         if any(char in str(path) for char in "\n\r\0"):
             raise XdError("no line of a pipe can hold this path", code="bad-path", where=str(path))
+        if not os.fspath(path):
+            raise XdError("an empty path is no attempt", status=Status.USAGE, code="bad-path", where="''")
         absolute = Path(os.path.abspath(attempt.path))  # not resolved: a symlink for an attempt is refused below
         for name, pattern, what in (
             (absolute.name, ATTEMPT_ID, "attempt"),

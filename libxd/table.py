@@ -90,7 +90,18 @@ def read(attempt: Attempt) -> Row:
     trouble = [f"{v['code']} ({v['path']})" for v in comparison["violations"]]
     trouble += [f"{p['side']}: {p['detail']}" for p in comparison["artifact_problems"]]
     more = f" and {len(trouble) - 3} more" if len(trouble) > 3 else ""
-    return Row(attempt, requested, comparison["status"], plain("; ".join(trouble[:3]) + more), comparison)
+    reason = "; ".join(trouble[:3]) + more
+    if not comparison["status"].startswith("INVALID"):
+        reason = "; ".join(filter(None, (reason, *(_not_shown(attempt, side) for side in SIDES))))
+    return Row(attempt, requested, comparison["status"], plain(reason), comparison)
+
+
+def _not_shown(attempt: Attempt, side: str) -> str:
+    """What one side never showed and the verdict takes as declared, in a few words; "" where there is nothing."""
+    readback = attempt.readback(side)
+    unseen = [name for name, value in readback["observed"].items() if value is None]
+    unseen += [knob["knob"] for knob in readback["knobs"] if knob["status"] == "unobservable"]
+    return f"{side}: as declared, for it was not shown: {', '.join(unseen)}" if unseen else ""
 
 
 def planned(rows: list[Row], plan: Iterable[dict[str, Any]]) -> list[Row]:

@@ -12,6 +12,7 @@ from libxd.rundir import SIDES
 from libxd.table import Row, Table
 
 WIDTH = 120
+_NO_FLOOR = "Noise floor: not measured (no repeat of the baseline; xd-plan --repeats 1, or make REPEATS=1, plans one)."
 #: what a scenario level shows when every verdict of it is as hoped, and what it does not
 CLAIMS = {
     "S0": "plumbing only: it says nothing about accelerators, distributed runs, production operators or real models",
@@ -110,7 +111,7 @@ def _legend(table: Table) -> list[str]:
         noise.append(f"Noise floor ({times} of {of}): {'; '.join(values)}.")
     return [
         "In nats, over active tokens. Effect: |logprob here - logprob of the baseline|, same tokens, same side.",
-        *(noise or ["Noise floor: not measured (no repeat of the baseline; xd-plan --repeats 1 plans one)."]),
+        *(noise or [_NO_FLOOR]),
     ]
 
 

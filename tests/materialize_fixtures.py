@@ -133,7 +133,7 @@ class FakeRuntime:
         refusals: tuple[str, ...] = (),
         device: str = "cpu",
         inputs: frozenset[str] = frozenset({"logits", "hidden"}),
-        error: XdError | None = None,
+        error: Exception | None = None,
     ) -> None:
         self.name = name
         self.sides = sides
@@ -145,6 +145,12 @@ class FakeRuntime:
         self.device = device
         self.error = error
         self.asked: list[tuple[str, frozenset[str]]] = []
+
+    def estimate_bytes(self, side, engine, locations):
+        return 0
+
+    def open(self, side, plan, context):
+        raise AssertionError("this runtime plans alone")
 
     def materialize(self, side, row, environment, allow_fallback):
         """What the protocol asks for."""

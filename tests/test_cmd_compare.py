@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from comparison_fixtures import floats, refused, rewrite_score, score_path, scored, snapshot
+from comparison_fixtures import floats, refused, rewrite_json, rewrite_score, score_path, scored, snapshot
 
 from libxd import schema
 
@@ -93,6 +94,28 @@ def test_a_place_without_room_leaves_nothing_half_written(root: Path, tmp_path: 
 @pytest.mark.parametrize("place", ["a1", "c-0123/a0001", "../../etc"])
 def test_what_is_no_attempt_is_65(xd, tmp_path: Path, place: str) -> None:
     assert xd("xd-compare", tmp_path / place).status == 65
+
+
+def test_an_empty_path_is_no_attempt(xd, tmp_path: Path) -> None:
+    for words in (("",), ("--against", "", scored(tmp_path, BASE, BASE))):
+        ran = xd("xd-compare", *words)
+        assert (ran.status, ran.out) == (2, "")
+        assert "an empty path is no attempt" in ran.err
+
+
+def test_the_table_marks_what_was_taken_as_declared(xd, tmp_path: Path) -> None:
+    """Without strict what was not shown counts as declared, and the row says so."""
+    attempt = scored(tmp_path, BASE, BASE, strict=False)
+    observed = attempt.readback("training")["observed"] | {"positions": None, "weights_after": None}
+    rewrite_score(attempt, "training", metadata={"observed": observed})
+    readback = attempt.readback("training")
+    knobs = [knob | {"status": "unobservable", "actual": None} if knob["knob"] == "batch.size" else knob
+             for knob in readback["knobs"]]  # fmt: skip
+    rewrite_json(attempt, "readback_training.json", observed=observed, knobs=knobs)
+    assert xd("xd-compare", attempt).status == 0
+    out = xd("xd-compare", "--table", attempt).out
+    assert re.search(r"^baseline +PASS \[1\]", out, re.M)
+    assert "[1] training: as declared, for it was not shown: positions, weights_after, batch.size" in out
 
 
 def test_against_prints_the_effect_and_stores_nothing(xd, tmp_path: Path) -> None:

@@ -168,6 +168,9 @@ def test_a_reason_of_the_whole_side():
 def test_a_broken_row_or_adapter_is_no_refusal():
     with pytest.raises(XdError, match="malformed"):
         of(runtime=FakeRuntime(error=XdError("malformed")))
+    with pytest.raises(XdError, match="runtime test cannot plan the rollout side: ZeroDivisionError") as caught:
+        of(runtime=FakeRuntime(error=ZeroDivisionError("1 / 0")))
+    assert caught.value.status == Status.BUG
 
 
 # -- operators

@@ -82,7 +82,7 @@ def test_the_build_follows_the_sources(tmp_path, monkeypatch):
 
 
 def test_a_lost_source_is_an_error():
-    with pytest.raises(XdError, match="source is not there"):
+    with pytest.raises(XdError, match="module of the operator cannot be found: no_such_module"):
         _ = descriptor(factory="no_such_module:make").build
 
 

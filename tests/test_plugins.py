@@ -10,6 +10,7 @@ import pytest
 
 from libxd import plugins
 from libxd.errors import Status, XdError
+from libxd.runtimes import registry
 
 GROUP = "xd.runtimes"
 
@@ -74,3 +75,28 @@ def test_one_entry_that_two_packages_share_is_one(install):
     install("their-package", "theirs", "their_engine:RUNTIME")
     install("their-package-renamed", "theirs", "their_engine:RUNTIME")
     assert "theirs" in plugins.entries(GROUP)
+
+
+def test_a_mistake_that_was_named_keeps_its_words(install):
+    mistake = "XdError('is wrong', path='/dtypes', found='bf16', expected='bfloat16')"
+    source = f"from libxd.errors import XdError\nraise {mistake}"
+    install("their-package", "theirs", "their_engine:RUNTIME", source)
+    with pytest.raises(XdError) as caught:
+        plugins.load("operator", plugins.entries(GROUP)["theirs"])
+    assert "operator theirs cannot be loaded: #/dtypes: is wrong (found bf16, expected bfloat16)" in caught.value.line()
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("class RUNTIME:\n    name = 'theirs'", "runtime theirs lacks a part of the protocol: version, sides"),
+        ("class RUNTIME:\n    def __init__(self):\n        raise OSError('no licence')", "made: OSError: no licence"),
+    ],
+)
+def test_a_runtime_that_is_none_is_named_before_it_is_used(install, source, said):
+    install("their-package", "theirs", "their_engine:RUNTIME", source)
+    registry.load.cache_clear()
+    with pytest.raises(XdError) as caught:
+        registry.load("theirs")
+    assert (caught.value.status, said in caught.value.line()) == (Status.BUG, True)
+    assert "their_engine:RUNTIME of their-package 1.2" in caught.value.line()

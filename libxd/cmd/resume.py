@@ -85,6 +85,8 @@ def cli(
                 console.emit(_write_group(groups, name, members))
     if not answers:
         console.info(_summary(states, failed=given - states.total()))
+    elif given and states["pending"] == given:
+        console.info(f"no attempt under {runs} answers any of {given} rows")
     if exit_code and states["pending"]:
         console.answer_no()
 

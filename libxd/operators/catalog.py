@@ -96,9 +96,10 @@ def _descriptor(entry: importlib.metadata.EntryPoint, group: str) -> OperatorDes
     """An entry point's descriptor. XdError 70 when it cannot be loaded or is not what its entry says."""
     descriptor = plugins.load("operator", entry)
     if not isinstance(descriptor, OperatorDescriptor) or descriptor.backend != entry.name:
+        found = descriptor.backend if isinstance(descriptor, OperatorDescriptor) else type(descriptor).__name__
         raise XdError("an operator's entry point must name its backend and lead to its descriptor", status=Status.BUG,
-                      code="bad-operator", where=entry.value, expected=entry.name)
+                      code="bad-operator", where=plugins.origin(entry), found=found, expected=entry.name)
     if descriptor.is_smoke_only != (group == SMOKE_GROUP):
         raise XdError(f"a smoke-only operator belongs into {SMOKE_GROUP}, every other one into {GROUP}",
-                      status=Status.BUG, code="bad-operator", where=entry.value, found=group)
+                      status=Status.BUG, code="bad-operator", where=plugins.origin(entry), found=group)
     return descriptor

@@ -11,7 +11,7 @@ from typing import Any
 
 from libxd import canon
 from libxd.environment import sources_digest
-from libxd.errors import XdError
+from libxd.errors import Status, XdError
 from libxd.knobs import DTYPES
 from libxd.rundir import SIDES
 
@@ -103,8 +103,9 @@ class OperatorDescriptor:
         digests = {module: sources_digest(module) for module in modules}
         lost = [module for module, digest in digests.items() if digest is None]
         if lost:
-            raise XdError("an operator's source is not there", code="bad-descriptor", where=f"operator {self.backend}",
-                          path="/sources", found=lost)
+            raise XdError(f"a module of the operator cannot be found: {', '.join(lost)}", status=Status.BUG,
+                          code="bad-descriptor", where=f"operator {self.backend}",
+                          path="/factory" if self.factory.partition(":")[0] in lost else "/sources")  # fmt: skip
         return canon.digest(digests)
 
     def as_json(self) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from libxd.errors import Status, XdError
+from libxd import plugins
+from libxd.errors import Status, XdError, ran_out_of_memory
 from libxd.operators.catalog import SemanticOperatorCatalog
 from libxd.operators.descriptor import OperatorDescriptor
 from libxd.rundir import SIDES
@@ -142,8 +143,7 @@ class OperatorSession:
             raise XdError("no operator is bound", status=Status.BUG, code="unbound-operator", where=side)
         if side not in self._instances:
             descriptor, options = self._bound[side]
-            function = _factory(descriptor)(side=side, options=dict(options))
-            self._instances[side] = Operator(descriptor, options, function)
+            self._instances[side] = Operator(descriptor, options, _made(descriptor, side, options))
         return self._instances[side]
 
     def close(self) -> None:
@@ -157,10 +157,15 @@ class OperatorSession:
             raise XdError("the operator session is closed", status=Status.BUG, code="closed-session")
 
 
-def _factory(descriptor: OperatorDescriptor) -> Callable[..., Callable[..., Any]]:
+def _made(descriptor: OperatorDescriptor, side: str, options: dict[str, Any]) -> Callable[..., Any]:
+    """What the descriptor's factory makes; memory that ran out is not the factory's fault."""
     module, _, name = descriptor.factory.partition(":")
+    what = "factory cannot be loaded"
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise XdError(f"the operator's factory cannot be loaded: {error}", status=Status.BUG, code="bad-operator",
-                      where=f"operator {descriptor.backend}", found=descriptor.factory) from error
+        factory = getattr(importlib.import_module(module), name)
+        what = f"cannot be made for the {side} side"
+        return factory(side=side, options=dict(options))
+    except Exception as error:
+        if ran_out_of_memory(error) or (isinstance(error, XdError) and error.status != Status.BUG):
+            raise
+        raise plugins.foreign("operator", descriptor.backend, what, error, descriptor.factory) from error

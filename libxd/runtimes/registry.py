@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from libxd.runtimes.protocol import Runtime
 
 GROUP = "xd.runtimes"
+#: what every runtime must have
+_PARTS = (
+    "name", "version", "sides", "registers_smoke_operators", "materialize", "estimate_bytes", "open",
+)  # fmt: skip
 
 
 def names() -> list[str]:
@@ -27,8 +31,16 @@ def load(name: str) -> Runtime:
         raise XdError("no such runtime", status=Status.USAGE, code="unknown-runtime", found=name,
                       expected=" or ".join(names()))
     found = plugins.load("runtime", entry)
-    runtime = cast("Runtime", found() if isinstance(found, type) else found)
+    where = plugins.origin(entry)
+    try:
+        runtime = cast("Runtime", found() if isinstance(found, type) else found)
+    except Exception as error:
+        raise plugins.foreign("runtime", name, "cannot be made", error, where) from error
+    missing = [part for part in _PARTS if not hasattr(runtime, part)]
+    if missing:
+        raise XdError(f"runtime {name} lacks a part of the protocol: {', '.join(missing)}", status=Status.BUG,
+                      code="bad-runtime", where=where, hint="libxd/runtimes/protocol.py says what a Runtime has")
     if runtime.name != name:
         raise XdError("a runtime is registered under another name than its own", status=Status.BUG, code="bad-runtime",
-                      where=entry.value, found=name, expected=runtime.name)
+                      where=where, found=name, expected=runtime.name)
     return runtime
