@@ -48,6 +48,10 @@ POLICY_smollm2-cuda ?= --runtime hf
 POLICY_smollm2-vllm ?= --runtime-rollout vllm --runtime-training hf
 POLICY ?= $(or $(POLICY_$(EXP)),$(error no policy for EXP=$(EXP): give POLICY='--runtime NAME' with a runtime such as cpu-smoke or hf))
 
+# Processes that tests are spread over: each may hold a model or two, so not one a core.
+WORKERS ?= 2
+override WORKERS := $(call plain,WORKERS,$(value WORKERS))
+
 # Repeats of the baseline, for the noise floor.
 REPEATS_s0 ?= 1
 REPEATS_smollm2 ?= 1
@@ -142,8 +146,8 @@ sequences/%.safetensors: | $(VENV)/.ready $(MODEL)/model.safetensors
 
 .PHONY: test
 test: setup $(MODEL)/model.safetensors ## pytest, the kernels' tests under Triton's interpreter, bats
-	$(VENV)/bin/pytest -q
-	TRITON_INTERPRET=1 $(VENV)/bin/pytest -q tests/kernels
+	$(VENV)/bin/pytest -q -n $(WORKERS)
+	TRITON_INTERPRET=1 $(VENV)/bin/pytest -q -n $(WORKERS) tests/kernels
 	bats tests
 
 .PHONY: lint
@@ -207,4 +211,4 @@ help: ## this list
 	  /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@printf '\nExperiments (EXP=): %s\n' "$(basename $(notdir $(wildcard experiments/*.json)))"
 	@printf '%s\n' "An experiment of one's own: CONFIG=FILE, EXP=its id, POLICY='--runtime NAME' (what scores it)" \
-	  "Also: REPEATS=N of the baseline, RUNS=DIR, VENV=DIR, PYTHON=its interpreter; -j: engines side by side; -k: on when one fails"
+	  "Also: REPEATS=N of the baseline, RUNS=DIR, VENV=DIR, PYTHON=its interpreter, WORKERS=N of the tests; -j: engines side by side; -k: on when one fails"
