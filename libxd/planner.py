@@ -30,8 +30,14 @@ _REQUESTED = (
 _CHANGES = {"one_at_a_time": (0, 1), "pairwise": (0, 2)}
 
 
-def rows(experiment: Experiment, repeats: int = 0, submission: str = "canonical") -> list[dict[str, Any]]:
-    """The plan: baseline, `repeats` repeats of it submitted in that order, then one row a case."""
+def rows(
+    experiment: Experiment, repeats: int = 0, submission: str = "canonical", parts: Parts | None = None
+) -> list[dict[str, Any]]:
+    """The plan: baseline, `repeats` repeats of it submitted in that order, then one row a case.
+
+    parts: keeps what is made canonical for `encode`.
+    """
+    parts = parts or Parts()
     shared = {
         "schema_version": _SCHEMA_VERSION,
         "experiment_id": experiment.experiment_id,
@@ -51,7 +57,6 @@ def rows(experiment: Experiment, repeats: int = 0, submission: str = "canonical"
         "executable": not experiment.resolution.missing,
         "missing": experiment.resolution.missing,
     }
-    parts = _Parts()
     pinned, scenario = canon.dumps(identity.pinned(shared["identity"])), canon.dumps(_scenario(shared))
 
     def case(changes: Sequence[tuple[Intervention, Any]]) -> dict[str, Any]:
@@ -115,15 +120,15 @@ def request_digest(row: dict[str, Any]) -> str:
     return canon.digest({name: row[name] for name in _REQUESTED})
 
 
-def encode(plan: Sequence[dict[str, Any]]) -> Iterator[bytes]:
-    """Each row's canonical bytes, checked against the schema."""
-    parts = _Parts()
+def encode(plan: Sequence[dict[str, Any]], parts: Parts | None = None) -> Iterator[bytes]:
+    """Each row's canonical bytes, checked against the schema. parts: those that `rows` was given."""
+    parts = parts or Parts()
     for row in plan:
         schema.validate("plan_row", row, row["case_id"])
         yield parts.of(row)
 
 
-class _Parts:
+class Parts:
     """Canonical bytes of rows and their parts. What rows share is made canonical once: planning is mostly this."""
 
     def __init__(self) -> None:

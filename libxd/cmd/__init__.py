@@ -24,8 +24,9 @@ def run(tool: str) -> NoReturn:
 
         signals.by_default()
         streams.make_sound()
-        gc.disable()  # nothing that is imported is garbage
+        gc.disable()  # nothing that is imported is garbage, now or later
         module = importlib.import_module(f"libxd.cmd.{tool}")
+        gc.freeze()
         gc.enable()
     except KeyboardInterrupt:
         sys.exit(130)

@@ -35,7 +35,8 @@ def cli(console: Console, experiment: Path, runs: Path | None, repeats: int, rep
     loaded = config.load(experiment)
     for reason in loaded.resolution.missing:
         console.info(f"{experiment}: not executable here: {reason}")
-    encoded = list(planner.encode(planner.rows(loaded, repeats, repeat_order)))
+    parts = planner.Parts()
+    encoded = list(planner.encode(planner.rows(loaded, repeats, repeat_order, parts), parts))
     if runs is not None:
         console.debug(f"plan in {planner.publish_plan(runs, loaded, encoded)}")
     for line in encoded:
