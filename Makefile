@@ -146,7 +146,7 @@ sequences/%.safetensors: | $(VENV)/.ready $(MODEL)/model.safetensors
 
 .PHONY: test
 test: setup $(MODEL)/model.safetensors ## pytest, the kernels' tests under Triton's interpreter, bats
-	$(VENV)/bin/pytest -q -n $(WORKERS)
+	$(VENV)/bin/pytest -q -n $(WORKERS) --dist loadgroup
 	TRITON_INTERPRET=1 $(VENV)/bin/pytest -q -n $(WORKERS) tests/kernels
 	bats tests
 

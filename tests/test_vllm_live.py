@@ -17,9 +17,12 @@ import tolerances
 from conftest import ROOT, Tools
 
 PYTHON = os.environ.get("XD_PYTHON_VLLM") and os.path.abspath(os.environ["XD_PYTHON_VLLM"])
-pytestmark = pytest.mark.skipif(
-    not PYTHON, reason="no vLLM here: make setup-vllm, then XD_PYTHON_VLLM=.venv-vllm/bin/python"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not PYTHON, reason="no vLLM here: make setup-vllm, then XD_PYTHON_VLLM=.venv-vllm/bin/python"
+    ),
+    pytest.mark.xdist_group("vllm"),  # one process is asked for all of them
+]
 ENGINES = ROOT / "tests" / "engines"
 #: runtimes that are vllm but for one thing -> what the verdict blames
 DISHONEST = {"vllm-reloads-weights": "weights", "vllm-feeds-other-id": "token-ids"}
