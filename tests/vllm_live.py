@@ -64,6 +64,7 @@ class Place:
         answers = [draw.integers(0, VOCABULARY, SAMPLED - 1 - 2 * s) for s, _ in enumerate(self.prompts[:4])]
         answers += [draw.integers(0, VOCABULARY, 3), draw.integers(0, VOCABULARY, 0)]
         self.frozen = frozen(self.prompts, answers)
+        self._opened = 0
         self._engine: Any = None
         self._session: Any = None
 
@@ -73,7 +74,8 @@ class Place:
         made = row(**changes)
         self._request = Request(made["values"]["batch.size"], made["identity"]["rollout_mode"], "canonical",
                                 made["identity"]["semantics"])  # fmt: skip
-        path = self.directory / f"sequences-{id(given)}.safetensors"
+        self._opened += 1
+        path = self.directory / f"sequences-{self._opened}.safetensors"
         sequences.write(path, given or self.frozen)
         self._session = OperatorSession(catalog.load(False))
         self._session.resolve("rollout", made["operators"]["selected_logprob"]["rollout"])
