@@ -2,7 +2,7 @@
 
 A slot file is (little-endian): magic, version and count of words, the words (a mark, a format, the number of ids, the
 ids, the number of media), then the cache's state: streams, cells (position and sequences of each), and keys and values
-layer by layer, each with its type. It is read to its last byte; another layout is refused, never guessed at.
+layer by layer, each with its type (its words are those of xllamacpp 2026.10). It is read to its last byte; another layout is refused, never guessed at.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def read(raw: bytes) -> Slot:
     if streams != 1:
         raise unreadable(f"{streams} streams")
     positions = np.array([_position(reader) for _ in range(cells)], np.int32)
-    transposed, layers = reader.take("II")
+    transposed, layers, *more = reader.take("IIII")
+    if any(more):  # two words of this release, zero for a plain cache
+        raise unreadable(f"words {more} before the layers")
     dtypes = set()
     for _ in range(layers):
         kind, row = reader.take("iQ")
