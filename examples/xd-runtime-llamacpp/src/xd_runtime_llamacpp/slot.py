@@ -2,7 +2,8 @@
 
 A slot file is (little-endian): magic, version and count of words, the words (a mark, a format, the number of ids, the
 ids, the number of media), then the cache's state: streams, cells (position and sequences of each), and keys and values
-layer by layer, each with its type (its words are those of xllamacpp 2026.10). It is read to its last byte; another layout is refused, never guessed at.
+layer by layer, each with its type; as xllamacpp 2026.10 writes it. It is read to its last byte; another layout is
+refused, never guessed at.
 """
 
 from __future__ import annotations
