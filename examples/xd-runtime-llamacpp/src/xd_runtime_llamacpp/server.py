@@ -43,6 +43,8 @@ class Server:
         self._vocabulary = vocabulary
         self.params = _params(path, length, threads, self._saved.name)
         self._server = xllamacpp.Server(self.params)
+        # one that never answered waits for its own loop for ever when it is to end
+        self.ask([0], 0, logprobs=False, reuse=False)
 
     def ask(self, ids: list[int], token: int, *, logprobs: bool, reuse: bool) -> Answer:
         """Have it feed `ids` and sample `token`. reuse: what the slot holds of them need not be fed again.
