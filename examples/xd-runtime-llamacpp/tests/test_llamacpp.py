@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 import tiny
-from libxd import checkpoint, sequences
+from libxd import checkpoint
 from libxd.errors import XdError
 from libxd.operators import catalog
 from libxd.operators.session import OperatorSession
@@ -30,7 +30,7 @@ from xd_runtime_llamacpp import conversion, mapped, slot
 from xd_runtime_llamacpp.engine import RolloutEngine
 from xd_runtime_llamacpp.server import Answer
 
-#: float32 on both sides, other orders of sums; the largest seen is 2e-6
+#: float32 on both sides, other orders of sums
 FLOAT32_NATS = 2e-5
 #: a log-softmax of logprobs, over a vocabulary of 260
 AGAIN_NATS = 1e-6
@@ -63,7 +63,7 @@ def opened(place, model, held=FROZEN, kind=RolloutEngine, **rollout):
 @pytest.fixture(scope="module")
 def scored(model, tmp_path_factory):
     """What one engine shows around one scoring."""
-    with opened(tmp_path_factory.mktemp("scored"), model) as (engine, request, operator):
+    with opened(tmp_path_factory.mktemp("scored"), model) as (engine, request, _):
         before = Snapshot.take(engine)
         scores = engine.score(FROZEN, request)
         behaviour, after = engine.behaviour(), Snapshot.take(engine)
@@ -358,7 +358,3 @@ def test_the_trap_ends_an_attempt_with_69_and_one_line(model, tmp_path):
     assert rollout.returncode == 69 and rollout.stdout == ""
     assert "part of a character" in rollout.stderr and len(rollout.stderr.splitlines()) == 1
     assert not (attempt / "score_rollout.safetensors").exists()
-
-
-def test_frozen_sequences_are_well_formed(tmp_path):
-    assert sequences.write(tmp_path / "s.safetensors", FROZEN)
