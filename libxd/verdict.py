@@ -101,14 +101,15 @@ def _violations(
 def _count_flaws(attempt: Attempt, counts: dict[str, int] | None) -> Iterator[_Flaw]:
     """The counts that decide, against those of each sequence beside the masks."""
     with TensorFile(attempt.file("token_diffs.safetensors")) as file:
-        tokens = _integers(file, "cu_seqlens")[-1]
+        tokens = max(_integers(file, "cu_seqlens"), default=0)
         active, mismatches = (sum(_integers(file, f"sequence_{name}")) for name in ("active", "mismatches"))
     for name, number in (("tokens", tokens), ("active", active), ("mismatches", mismatches)):
         yield from _differing(NAME, f"/counts/{name}", counts[name] if counts else 0, number)
 
 
 def _integers(file: TensorFile, name: str) -> tuple[int, ...]:
-    """The values of an int64 tensor."""
+    """The values of an int64 tensor [n]. XdError 65 when it is another one."""
+    file.expect(name, "int64", (None,))
     raw = file.raw(name)
     return struct.unpack(f"<{len(raw) // 8}q", raw)
 

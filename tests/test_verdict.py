@@ -123,3 +123,17 @@ def test_a_mask_that_was_edited_with_the_counts_is_not_the_one_that_was_written(
     another_mask(attempt)
     with pytest.raises(XdError, match="token_diffs"):
         seal.seal(attempt)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "sequence_active", "sequence_mismatches"])
+@pytest.mark.parametrize("spoil", [lambda array: array.astype(np.int32)[:1], lambda array: array[:0]])
+def test_counts_of_another_form_are_65_and_no_bug(tmp_path: Path, name: str, spoil: Any) -> None:
+    attempt = drifting(tmp_path)
+    path = attempt.file("token_diffs.safetensors")
+    with tensors.TensorFile(path) as file:
+        arrays, metadata = {each: np.array(file.array(each)) for each in file.names}, file.metadata
+    path.unlink()
+    tensors.write(path, {**arrays, name: spoil(arrays[name])}, metadata)
+    with pytest.raises(XdError) as caught:
+        verdict.read(attempt, Case.read(attempt))
+    assert caught.value.status == Status.INVALID
