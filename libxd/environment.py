@@ -43,6 +43,9 @@ CPU_FLAGS = frozenset((
     "asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2", "svebf16", "sme",
 ))  # fmt: skip
 
+#: policy: how many ranks a launcher starts for an engine (torchrun, srun); sharded training is spread over as many
+RANKS_VARIABLE = "XD_RANKS"
+
 #: variables that change numbers by choosing kernels, reduction orders or precisions; thread counts stand apart
 VARIABLES = (
     "ATEN_CPU_CAPABILITY", "CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "DNNL_CPU_ISA_HINTS",
@@ -53,7 +56,7 @@ VARIABLES = (
     "TORCH_CUDNN_SDPA_ENABLED", "TORCH_CUDNN_V8_API_DISABLED", "TORCH_LINALG_PREFER_CUSOLVER",
     "TRANSFORMERS_SDPA_FORCE_GQA", "TRITON_F32_DEFAULT", "TRITON_INTERPRET", "VLLM_ATTENTION_BACKEND",
     "VLLM_BATCH_INVARIANT", "VLLM_CPU_ATTN_SPLIT_KV", "VLLM_CPU_CI_ENV", "VLLM_CPU_OMP_THREADS_BIND",
-    "VLLM_USE_FLASHINFER_SAMPLER", "VLLM_ZENTORCH_WEIGHT_PREPACK",
+    "VLLM_USE_FLASHINFER_SAMPLER", "VLLM_ZENTORCH_WEIGHT_PREPACK", RANKS_VARIABLE,
 )  # fmt: skip
 #: families of them: settings of compilers, of which each release has others
 VARIABLE_PREFIXES = ("TORCHDYNAMO_", "TORCHINDUCTOR_")
@@ -62,7 +65,7 @@ THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_DYNAMIC", "OMP_NUM_THREADS", "OMP_SC
 #: parts of libxd, beside the runtime itself, that stand between an engine and its score file
 SCORER_MODULES = (
     "libxd.checkpoint", "libxd.operators.session", "libxd.runtimes.live", "libxd.runtimes.protocol",
-    "libxd.runtimes.torch_engine", "libxd.scoring", "libxd.sequences",
+    "libxd.runtimes.ranks", "libxd.runtimes.torch_engine", "libxd.scoring", "libxd.sequences",
 )  # fmt: skip
 
 

@@ -70,6 +70,16 @@ def explicit_masks() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def replaced_attention(name: str, function: Any) -> Iterator[None]:
+    """Have transformers find an attention by this name meanwhile, and give it a mask in every forward."""
+    # a mask is made for names alone that are registered for good
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, _written_out)
+    with _replaced(ALL_ATTENTION_FUNCTIONS) as local:
+        local[name] = function
+        yield
+
+
 def _written_out(**options: Any) -> torch.Tensor | None:
     return sdpa_mask(**{**options, "allow_is_causal_skip": False})
 

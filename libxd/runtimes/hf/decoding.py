@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -49,14 +48,13 @@ class Batch:
         self._mask = self._mask[rows]
 
 
-def prefill(forward: Forward, prompts: Sequence[Prompt], width: int, config: Any) -> tuple[DynamicCache, Tensor]:
-    """The cache of these prompts, padded on the left to `width` columns, and what comes out at their ends [M, X].
+def prefill(forward: Forward, prompts: Sequence[Prompt], width: int, cache: DynamicCache) -> Tensor:
+    """Fill the cache with these prompts, padded on the left to `width` columns; what comes out at their ends [M, X].
 
     A copy, so that no other column of what the forward gave stays.
     """
-    cache = DynamicCache(config=config)
     ids, positions = padded([p.ids for p in prompts], width), padded([p.positions for p in prompts], width)
-    return cache, forward(ids, positions, padded([p.mask for p in prompts], width), cache)[:, -1].clone()
+    return forward(ids, positions, padded([p.mask for p in prompts], width), cache)[:, -1].clone()
 
 
 def padded(rows: Sequence[np.ndarray], width: int) -> Tensor:

@@ -5,9 +5,13 @@ Shapes: M rows, L columns, H hidden size, V vocabulary, N logprobs taken at once
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import inspect
-from collections.abc import Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,6 +19,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from libxd import checkpoint
 from libxd.errors import Status, XdError
@@ -23,17 +28,23 @@ from libxd.runtimes.hf.decoding import tensor
 from libxd.runtimes.hf.loading import load, require_plain_head
 from libxd.runtimes.hf.memory import HEAD_ROWS
 from libxd.runtimes.protocol import Observation, Request
+from libxd.runtimes.ranks.group import local_device
 from libxd.runtimes.torch_engine import TorchEngine
 from libxd.scoring.observer import Observer, Row
 from libxd.sequences import Sequences
+
+#: name, which part of the whole, whether other ranks hold a copy, dtype name, shape, and what gives the raw bytes
+Part = tuple[str, tuple[int, ...], bool, str, tuple[int, ...], Callable[[], bytes]]
 
 
 class Engine(TorchEngine):
     """A model on a device, and what is needed to score with it; the sides say how it is run."""
 
     def __init__(self, directory: str, engine: dict[str, Any]) -> None:
-        self.device = torch.device(engine["device"])
-        self.model = load(directory, live.DTYPES[engine["dtype"]], engine["attention"]).to(self.device)
+        self.device = local_device(engine["device"])
+        # where it is spread over ranks, each takes its part to its device, and no rank's holds the whole
+        self.model = self._spread(load(directory, live.DTYPES[engine["dtype"]], engine["attention"]), engine)
+        self.model.to(self.device)
         self.base = self.model.base_model
         self.head = self.model.get_output_embeddings()
         accepted = inspect.signature(self.base.forward).parameters
@@ -41,7 +52,16 @@ class Engine(TorchEngine):
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self._checkpoint_tensors = checkpoint.tensor_names(directory)
         super().__init__()
-        require_plain_head(self.model)
+        with self._attending():
+            require_plain_head(self.model)
+
+    def _spread(self, model: Any, engine: dict[str, Any]) -> Any:
+        """The model as this rank holds it."""
+        return model
+
+    def _attending(self) -> AbstractContextManager[None]:
+        """Meanwhile transformers finds the attention that this engine brings along, if any."""
+        return contextlib.nullcontext()
 
     def _forget_run(self) -> None:
         super()._forget_run()
@@ -59,8 +79,28 @@ class Engine(TorchEngine):
         super().bind(operator)
 
     def parameters(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
+        for name, whole in self.whole():
+            yield name, live.DTYPE_NAMES[whole.dtype], tuple(whole.shape), live.raw_bytes(whole)
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by name, put together from the ranks one at a time; all of them take part."""
         for name, held in self.model.named_parameters():  # a tied weight comes once, as in the checkpoint
-            yield name, live.DTYPE_NAMES[held.dtype], tuple(held.shape), live.raw_bytes(held)
+            yield name, held.full_tensor() if isinstance(held, DTensor) else held.detach()
+
+    def parts(self) -> Iterator[Part]:
+        """What this rank holds of every parameter, and whether another rank of the world holds a copy of that."""
+        ranks = self._ranks()
+        for name, held in self.model.named_parameters():
+            part: tuple[int, ...] = ()
+            local = held.detach()
+            copies = ranks
+            if isinstance(held, DTensor):
+                mesh, local = held.device_mesh, held.to_local().detach()
+                sharded = [dim for dim, placement in enumerate(held.placements) if placement.is_shard()]
+                part = tuple(mesh.get_local_rank(dim) for dim in sharded)
+                copies //= math.prod(mesh.size(dim) for dim in sharded)
+            yield (name, part, copies > 1, live.DTYPE_NAMES[local.dtype], tuple(local.shape),
+                   functools.partial(live.raw_bytes, local))  # fmt: skip
 
     def not_parameters(self) -> list[str]:
         """Persistent buffers, and what old exports hold of tables that models compute today."""
@@ -166,11 +206,19 @@ class Engine(TorchEngine):
         seen = sorted(self._computed_dtypes)
         return Observation(seen[0] if len(seen) == 1 else None, {"computed": seen, **self._parameter_dtype().evidence})
 
-    def _world(self) -> tuple[int, dict[str, Any]]:
-        """Over how many ranks the model's matrices are split, and what shows it."""
-        from torch.distributed.tensor import DTensor
+    def _ranks(self) -> int:
+        """Of the live process group; 1 without one."""
+        return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
-        meshes = {p.device_mesh.size() for p in self.model.parameters() if isinstance(p, DTensor)}
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        ranks = torch.distributed.get_world_size() if distributed else 1
-        return max(meshes, default=1), {"distributed_tensors": sorted(meshes), "process_group": ranks}
+    def _placements(self) -> dict[str, Any]:
+        """How the live parameters lie over the ranks: how many of them in each way, and this process's rank."""
+        ways = Counter(
+            f"{'+'.join(map(str, p.placements))} of {p.device_mesh.size()}" if isinstance(p, DTensor) else "whole"
+            for p in self.model.parameters()
+        )
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        return {"process_group": self._ranks(), "rank": rank, "parameters": dict(sorted(ways.items()))}
+
+    def _split_over(self) -> int:
+        """Over how many ranks the live matrices are split."""
+        return max((p.device_mesh.size() for p in self.model.parameters() if isinstance(p, DTensor)), default=1)

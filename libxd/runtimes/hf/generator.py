@@ -79,14 +79,16 @@ class Generator:
 
     def prefill(self, prompts: list[list[int]]) -> np.ndarray:
         import numpy as np
+        from transformers import DynamicCache
 
         from libxd.runtimes.hf import decoding
         from libxd.runtimes.hf.attention import explicit_masks
 
         fed = [decoding.Prompt(np.array(p), np.arange(len(p)), np.ones(len(p))) for p in prompts]
         width = max(map(len, fed))
+        cache = DynamicCache(config=self._model.config)
         with explicit_masks(), self._torch.inference_mode():
-            cache, logits = decoding.prefill(self._forward, fed, width, self._model.config)
+            logits = decoding.prefill(self._forward, fed, width, cache)
         self._batch = decoding.Batch(cache, decoding.padded([p.mask for p in fed], width))
         self._lengths = np.array([len(p) for p in fed])
         return logits.float().cpu().numpy()

@@ -1,14 +1,14 @@
 """Prompt prefixes computed once: their keys and values, and the batch cache put together from them.
 
-Shapes: a layer's keys and values [1, key-value heads, P, head_dim] of one prompt of P tokens.
+Shapes: a layer's keys and values [1, key-value heads, P, head_dim] of one prompt: of its P tokens, or of those that are
+this rank's.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class PrefixStore:
         return len(self._held)
 
     def keep(self, key: str, origin: int, cache: DynamicCache, row: int, length: int, hidden: Tensor) -> None:
-        """Copy a row of a batch's cache, the last `length` columns of it, and its last hidden state of [M, H].
+        """Copy a row of a batch's cache, the last `length` columns held of it, and its last hidden state of [M, H].
 
         Copies, because a view would keep the whole batch. A sliding layer holds less than the prompt.
         """
@@ -65,18 +65,17 @@ class PrefixStore:
         self._held.clear()
 
     @staticmethod
-    def batch(prefixes: Sequence[Prefix], width: int, config: Any) -> DynamicCache:
-        """A cache of one row a prefix, [M, key-value heads, width, head_dim] a layer, padded on the left with zeros.
+    def batch(prefixes: Sequence[Prefix], width: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values of a batch, a row a prefix, [M, key-value heads, width, head_dim], layer by layer.
 
-        Keys carry their rotary positions already, so that where a prefix lies in the cache changes nothing.
+        Padded on the left with zeros. Keys carry their rotary positions already, so that where a prefix lies in the
+        cache changes nothing.
         """
-        cache = DynamicCache(config=config)
         for index in range(len(prefixes[0].layers)):
             keys, values = (
                 torch.cat([_padded(prefix.layers[index][part], width) for prefix in prefixes]) for part in (0, 1)
             )
-            cache.update(keys, values, index)
-        return cache
+            yield keys, values
 
 
 def _row(states: Tensor, row: int, length: int) -> Tensor:

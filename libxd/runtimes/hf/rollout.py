@@ -5,18 +5,22 @@ Shapes: M rows still alive, P longest prompt of the batch (padded on the left), 
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import DynamicCache
 
 from libxd import canon
-from libxd.runtimes.hf import decoding
+from libxd.runtimes.hf import decoding, tensor_parallel
 from libxd.runtimes.hf.attention import AttentionCalls, explicit_masks
 from libxd.runtimes.hf.compiled import Compiled, cannot_compile
+from libxd.runtimes.hf.context_parallel import ContextParallel
 from libxd.runtimes.hf.decoding import Prompt
 from libxd.runtimes.hf.engine import Engine
 from libxd.runtimes.hf.prefix import PrefixStore
@@ -31,6 +35,7 @@ class RolloutEngine(Engine):
     def __init__(self, directory: str, engine: dict[str, Any]) -> None:
         self._compiled: Compiled | None = None
         self._prefixes = PrefixStore()
+        self._context: ContextParallel | None = None
         super().__init__(directory, engine)
         self._share_prefixes = engine["enable_prefix_caching"]
         self._stepper = self.base
@@ -47,19 +52,36 @@ class RolloutEngine(Engine):
         if self._compiled is not None:
             self._compiled.forget()
 
+        if self._context is not None:
+            self._context.merged.clear()
+
+    def _spread(self, model: Any, engine: dict[str, Any]) -> Any:
+        """Ranks lie in a mesh of context by tensor ranks, the tensor ranks side by side."""
+        tensor, context = engine["tensor_parallel_size"], engine["context_parallel_size"]
+        if tensor * context > 1:
+            mesh = init_device_mesh(self.device.type, (context, tensor), mesh_dim_names=("context", "tensor"))
+        if tensor > 1:
+            tensor_parallel.split(model, mesh["tensor"])
+        if context > 1:
+            self._context = ContextParallel(mesh.get_group("context"), mesh.get_local_rank("context"), context)
+            self._context.adopt(model)
+        return model
+
+    def _attending(self) -> AbstractContextManager[None]:
+        return super()._attending() if self._context is None else self._context.attending()
+
     def settings(self) -> dict[str, Observation]:
-        ranks, evidence = self._world()
+        evidence = {**self._placements(), "vocabulary_rows": tensor_parallel.vocabulary_rows(self.model)}
         return {
             "rollout.dtype": self._parameter_dtype(),
-            "rollout.tensor_parallel_size": Observation(ranks, evidence),
-            "rollout.context_parallel_size": Observation(evidence["process_group"], evidence),
+            "rollout.tensor_parallel_size": Observation(self._split_over(), evidence),
         }
 
     def score(self, sequences: Sequences, request: Request) -> Scores:
         keys = [_digest(prompt_of(sequences, s)) for s in range(sequences.num_sequences)]
         self._prefixes.expect(keys if self._share_prefixes else ())
         try:
-            with explicit_masks():
+            with explicit_masks(), self._attending():
                 return super().score(sequences, request)
         finally:
             self._prefixes.clear()
@@ -71,10 +93,30 @@ class RolloutEngine(Engine):
         return {
             "batch.size": self._batch_size(),
             "rollout.dtype": self._compute_dtype(),
+            "rollout.context_parallel_size": self._merged_ranks(),
             "rollout.enable_prefix_caching": self._shared_prefixes(),
             "rollout.enforce_eager": Observation(_ran_eager(runs, self._steps), compiled),
             "logp.backend": self._logp_backend(),
         }
+
+    def _merged_ranks(self) -> Observation:
+        """Over how many ranks attention was put together: 1 where it never was, none where now and then."""
+        merged = dict(self._context.merged) if self._context else {}
+        calls = sum(self._attention.by_name.values())
+        evidence = {"merges": {str(ranks): count for ranks, count in sorted(merged.items())}, "attention_calls": calls}
+        if not merged:
+            return Observation(1, evidence)
+        ((ranks, count), *others) = merged.items()
+        return Observation(ranks if not others and count == calls else None, evidence)
+
+    def _cache(self, width: int) -> DynamicCache:
+        """An empty one, for prompts padded to `width` columns."""
+        config = self.model.config
+        return self._context.cache(config, width) if self._context else DynamicCache(config=config)
+
+    def _held(self, count: int) -> int:
+        """How many of the last `count` columns of the prompts this process keeps."""
+        return self._context.held(count) if self._context else count
 
     def _shared_prefixes(self) -> Observation:
         """True: each distinct prompt was computed once, and kept for its samples. False: each row's, and none kept.
@@ -107,7 +149,8 @@ class RolloutEngine(Engine):
         if request.mode == "decode":
             _Decoding(self, sequences, batch, request, observer, logprobs).run()
         else:
-            with self._attention.counting():
+            whole = self._context.one_pass() if self._context else contextlib.nullcontext()
+            with whole, self._attention.counting():
                 self._one_pass(sequences, batch, request, observer, logprobs)
 
 
@@ -154,22 +197,30 @@ class _Decoding:
             engine._prefills.append(tuple(hidden.shape[:2]))
             return hidden
 
+        cache = engine._cache(self.width)
         with engine._attention.counting():
-            return decoding.prefill(forward, prompts, self.width, engine.model.config)
+            return cache, decoding.prefill(forward, prompts, self.width, cache)
 
     def _shared_prefill(self) -> tuple[DynamicCache, Tensor]:
         """The same, with a row for each prompt that no row before it and no batch before this one has computed."""
-        store, keys = self.engine._prefixes, {s: _digest(self.prompts[s]) for s in self.alive}
+        engine = self.engine
+        store, keys = engine._prefixes, {s: _digest(self.prompts[s]) for s in self.alive}
         missing = {keys[s]: s for s in reversed(self.alive) if keys[s] not in store}  # the first row of each prompt
         if missing:
             computed = sorted(missing.values(), key=self.alive.index)
             cache, hidden = self._prefill(computed)
             for row, s in enumerate(computed):
-                store.keep(keys[s], s, cache, row, len(self.prompts[s]), hidden)
+                store.keep(keys[s], s, cache, row, engine._held(len(self.prompts[s])), hidden)
         prefixes = [store.take(keys[s]) for s in self.alive]
         for s, prefix in zip(self.alive, prefixes, strict=True):
             self.observer.shared(s, prefix.origin, len(self.prompts[s]))
-        return store.batch(prefixes, self.width, self.engine.model.config), torch.cat([p.hidden for p in prefixes])
+        cache = engine._cache(self.width)
+        for index, (keys_, values) in enumerate(store.batch(prefixes, engine._held(self.width))):
+            if engine._context is None:
+                cache.update(keys_, values, index)
+            else:
+                cache.layers[index].fill(keys_, values, self.width)
+        return cache, torch.cat([p.hidden for p in prefixes])
 
     def _cell(self, sequence: int, step: int) -> int:
         """Where the response token that is decoded at `step` stands in the flat batch."""

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from libxd import knobs, planner
+from libxd.environment import RANKS_VARIABLE
+from libxd.errors import XdError
 from libxd.runtimes import planning
 from libxd.runtimes.hf import memory
 from libxd.runtimes.protocol import EngineContext, KnobRecord, SidePlan
@@ -23,13 +25,16 @@ _PACKAGE_OF = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-at
 #: the devices that kernels are written for: least and (exclusive) greatest compute capability
 _CAPABILITIES = {"flash_attention_2": ((8, 0), None), "flash_attention_3": ((9, 0), (10, 0))}
 _TRITON_CAPABILITY = (7, 0)
+#: where no policy says more, the fewest that shard anything
+_CPU_FSDP_RANKS = 2
 _FLASH_DTYPES = ("float16", "bfloat16")
 
 #: how each knob is applied, in words
 _APPLIED = {
     "batch.size": "so many sequences are submitted together",
-    "rollout.tensor_parallel_size": "one process holds every matrix whole",
-    "rollout.context_parallel_size": "one process holds the whole cache",
+    "rollout.tensor_parallel_size": "each matrix is split over so many ranks, by output rows or input columns",
+    "rollout.context_parallel_size": "keys and values are dealt over so many ranks by position, and partial attentions "
+    "merged in rank order",
     "rollout.dtype": "the checkpoint is cast to it and computes in it",
     "rollout.enable_prefix_caching": "true: a prompt's keys and values are computed once and shared by its samples; "
     "false: every row's prompt is computed",
@@ -37,7 +42,8 @@ _APPLIED = {
     "training.attention_backend": "passed to transformers as attn_implementation",
     "training.compute_dtype": "the checkpoint is cast to it and computes in it",
     "logp.backend": "the bound operator turns hidden states or logits into logprobs",
-    "training.sharding": "one process holds every parameter whole",
+    "training.sharding": "unsharded: one process holds every parameter whole; fsdp: each layer's are sharded (FSDP2) and "
+    "gathered before use",
 }
 
 
@@ -68,16 +74,15 @@ class Hf:
                 "enforce_eager": value["rollout.enforce_eager"],
                 "attention": ROLLOUT_ATTENTION,
             }
-            world = {
-                "tensor_parallel_size": value["rollout.tensor_parallel_size"],
-                "context_parallel_size": value["rollout.context_parallel_size"],
-            }
+            world = machine.rollout_world(
+                value["rollout.tensor_parallel_size"] or 1, value["rollout.context_parallel_size"] or 1
+            )
         else:
             construction = {
                 "dtype": value["training.compute_dtype"],
                 "attention": value["training.attention_backend"],
             }
-            world = {"sharding": value["training.sharding"]}
+            world = machine.training_world(value["training.sharding"])
         construction["checkpoint"] = row["identity"]["checkpoint"]["digest"]
         return SidePlan(
             records,
@@ -99,6 +104,15 @@ class Hf:
         return memory.estimate(side, engine, locations)
 
     def open(self, side: str, plan: dict[str, Any], context: EngineContext) -> Engine:
+        world_size = plan["engine"]["world_size"]
+        if world_size == 1:
+            return self.open_rank(side, plan, context)
+        from libxd.runtimes.ranks.everywhere import Everywhere
+
+        return Everywhere(self.name, side, plan, context, world_size)
+
+    def open_rank(self, side: str, plan: dict[str, Any], context: EngineContext) -> Engine:
+        """This process's part of an engine: of all of it, or of the process group that it belongs to."""
         directory = context.locations["checkpoint"]
         if side == "rollout":
             from libxd.runtimes.hf.rollout import RolloutEngine
@@ -125,6 +139,46 @@ class _Machine:
         self._packages = environment["packages"]
         self._compiler = environment["compiler"]
         self._cuda = environment["cuda"]["devices"]
+        self._model: dict[str, int] = row["identity"]["model"] or {}
+        self._rollout_ranks = (
+            row["values"]["rollout.tensor_parallel_size"] * row["values"]["rollout.context_parallel_size"]
+        )
+        self._launched = _launched(environment["variables"].get(RANKS_VARIABLE, "0"))
+
+    # -- worlds
+
+    def rollout_world(self, tensor: int, context: int) -> dict[str, Any]:
+        """Rank c * T + t is the t-th of T tensor ranks of the c-th context rank; who holds which vocabulary rows."""
+        vocabulary = self._model.get("vocab_size")
+        rows = None
+        if vocabulary is not None:
+            shard = -(-vocabulary // tensor)
+            rows = [[min(t * shard, vocabulary), min((t + 1) * shard, vocabulary)] for t in range(tensor)]
+        return {
+            "world_size": tensor * context,
+            "tensor_parallel_size": tensor,
+            "context_parallel_size": context,
+            "rank_order": ["context", "tensor"],
+            "vocabulary_rows": rows,
+        }
+
+    def training_world(self, sharding: str | None) -> dict[str, Any]:
+        return {"world_size": self.fsdp_ranks() if sharding == "fsdp" else 1, "sharding": sharding}
+
+    def fsdp_ranks(self) -> int:
+        """What a launcher will start, by policy; else a rank a device, and on a CPU two."""
+        return self._launched or (len(self._cuda) if self._device == "cuda" else _CPU_FSDP_RANKS)
+
+    def places(self, ranks: int) -> str | None:
+        """Why so many ranks find no place on this machine; a launcher brings machines of its own."""
+        if ranks == 1 or self._device == "cpu" or ranks in (len(self._cuda), self._launched):
+            return None
+        if ranks > len(self._cuda):
+            return (f"{ranks} ranks need a CUDA device each, and this machine has {len(self._cuda)} (over several "
+                    f"machines: a launcher, and {RANKS_VARIABLE}={ranks})")  # fmt: skip
+        return None
+
+    # -- knobs
 
     def refusals(self, row: dict[str, Any]) -> list[str]:
         """Reasons that belong to no knob."""
@@ -143,11 +197,19 @@ class _Machine:
         reason = objection(self, requested) if objection else None
         return planning.record(knob, requested, reason, _APPLIED[knob.path], allow_fallback)
 
-    def one_process(self, size: int) -> str | None:
-        return None if size == 1 else f"this runtime scores in one process; {size} ranks were asked for"
+    def tensor_parallel(self, size: int) -> str | None:
+        if size > 1 and (kv_heads := self._model.get("num_key_value_heads", size)) % size:
+            return f"the model's {kv_heads} key-value heads do not split over {size} ranks"
+        return self.places(self._rollout_ranks) if size > 1 else None
 
-    def unsharded(self, sharding: str) -> str | None:
-        return None if sharding == "unsharded" else f"this runtime scores in one process and has no {sharding}"
+    def context_parallel(self, size: int) -> str | None:
+        return self.places(self._rollout_ranks) if size > 1 else None
+
+    def sharding(self, sharding: str) -> str | None:
+        if sharding == "unsharded":
+            return None
+        ranks = self.fsdp_ranks()
+        return "fsdp needs two ranks or more, a CUDA device each" if ranks < 2 else self.places(ranks)
 
     def prefix_caching(self, enabled: bool) -> str | None:
         if enabled and self._rollout_mode == "prefill":
@@ -159,6 +221,8 @@ class _Machine:
             return None
         if self._rollout_mode == "prefill":
             return "decoding steps are what is compiled, and rollout mode prefill has none"
+        if self._rollout_ranks > 1:
+            return "decoding steps that wait for other ranks are not compiled as one graph"
         return self._cannot_compile("the compiled path")
 
     def attention(self, backend: str) -> str | None:
@@ -192,11 +256,18 @@ class _Machine:
         return None if self._compiler else f"{what} needs a C++ compiler, and none is on the path"
 
 
+def _launched(ranks: str) -> int:
+    """The ranks that a launcher will start; 0 when none is said. XdError 65 for what is no number."""
+    if not ranks.isdecimal():
+        raise XdError("no number of ranks", code="bad-variable", where=f"${RANKS_VARIABLE}", found=ranks)
+    return int(ranks)
+
+
 _OBJECTIONS: dict[str, Callable[[_Machine, Any], str | None]] = {
-    "rollout.tensor_parallel_size": _Machine.one_process,
-    "rollout.context_parallel_size": _Machine.one_process,
+    "rollout.tensor_parallel_size": _Machine.tensor_parallel,
+    "rollout.context_parallel_size": _Machine.context_parallel,
     "rollout.enable_prefix_caching": _Machine.prefix_caching,
     "rollout.enforce_eager": _Machine.compiled,
     "training.attention_backend": _Machine.attention,
-    "training.sharding": _Machine.unsharded,
+    "training.sharding": _Machine.sharding,
 }

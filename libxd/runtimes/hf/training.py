@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
+from libxd.runtimes import live
+from libxd.runtimes.hf import sharding
 from libxd.runtimes.hf.attention import AttentionCalls
 from libxd.runtimes.hf.compiled import nothing_stored
 from libxd.runtimes.hf.engine import Engine
@@ -22,14 +27,18 @@ class TrainingEngine(Engine):
         if self.model.config._attn_implementation == "flex_attention":
             torch.compiler.reset()  # transformers compiles it, for the sizes that it is first called with
 
-    def settings(self) -> dict[str, Observation]:
-        from torch.distributed.fsdp import FSDPModule
+    def _spread(self, model: Any, engine: dict[str, Any]) -> Any:
+        if engine["sharding"] == "fsdp":
+            mesh = init_device_mesh(self.device.type, (engine["world_size"],), mesh_dim_names=("shard",))
+            sharding.shard(model, mesh, live.DTYPES[engine["dtype"]])
+        return model
 
-        wrapped = any(isinstance(module, FSDPModule) for module in self.model.modules())
-        _, evidence = self._world()
+    def settings(self) -> dict[str, Observation]:
+        units = sharding.units(self.model)
+        evidence = {**self._placements(), "units": len(units)}
         return {
             "training.compute_dtype": self._parameter_dtype(),
-            "training.sharding": Observation("fsdp" if wrapped else "unsharded", evidence),
+            "training.sharding": Observation("fsdp" if units else "unsharded", evidence),
         }
 
     def behaviour(self) -> dict[str, Observation]:
@@ -46,4 +55,6 @@ class TrainingEngine(Engine):
         self, sequences: Sequences, batch: list[int], request: Request, observer: Observer, logprobs: np.ndarray
     ) -> None:
         with self._attention.counting(), nothing_stored():
-            self._one_pass(sequences, batch, request, observer, logprobs)
+            sharding.gathered(
+                self.model, lambda: self._one_pass(sequences, batch, request, observer, logprobs)
+            )  # fmt: skip

@@ -1,0 +1,63 @@
+"""The process group that the ranks of a world form, and the two ways in which rank 0 and the others talk. Torch."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+#: an engine waits for its next attempt as long as the pipe before it takes; `xd-score --timeout` bounds a scoring
+FOREVER = datetime.timedelta(days=30)
+
+
+class Group:
+    """A joined process group. `control` carries commands and outcomes; engines use the default group."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.store = dist.PrefixStore("xd", store)
+        # NCCL makes its communicators when the first CUDA tensor comes, so where there is a device both are at hand
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("data", store), rank=rank, world_size=world_size, timeout=FOREVER
+        )
+        self._control = dist.new_group(backend="gloo", timeout=FOREVER)
+
+    @classmethod
+    def join(cls) -> Group:
+        """The world that the variables of this process name, as torchrun says them."""
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=FOREVER))
+        return cls(store, rank, world_size)
+
+    def send(self, message: Any) -> None:
+        """Rank 0: to all others."""
+        dist.broadcast_object_list([message], src=0, group=self._control)
+
+    def receive(self) -> Any:
+        """The others: the next message of rank 0."""
+        message = [None]
+        dist.broadcast_object_list(message, src=0, group=self._control)
+        return message[0]
+
+    def gather(self, outcome: Any) -> list[Any]:
+        """All ranks: their outcomes in rank order, on rank 0; elsewhere an empty list."""
+        outcomes: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(outcome, outcomes, dst=0, group=self._control)
+        return outcomes or []
+
+    def leave(self) -> None:
+        self._control = None
+        dist.destroy_process_group()
+
+
+def local_device(name: str) -> torch.device:
+    """The device of this rank by the name that a plan has: `cuda` is the one of its place on the machine."""
+    if name != "cuda":
+        return torch.device(name)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device

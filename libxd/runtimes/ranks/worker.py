@@ -1,0 +1,79 @@
+"""A rank other than the first: does what rank 0 asks of all, prints nothing but what goes wrong, ends with rank 0.
+
+    RANK=1 WORLD_SIZE=2 MASTER_ADDR=… MASTER_PORT=… python -P -m libxd.runtimes.ranks.worker
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import traceback
+from typing import Any, NoReturn
+
+from libxd.errors import XdError
+from libxd.scoring.child import end_with_parent
+from libxd.scoring.scorer import as_xd_error
+
+
+def main() -> None:
+    """Serve until rank 0 closes the world; 1 when it cannot go on."""
+    parser = argparse.ArgumentParser(prog="libxd.runtimes.ranks.worker", description=__doc__)
+    parser.add_argument("--parent", type=int, help="end with this process")
+    arguments = parser.parse_args()
+    if arguments.parent is not None:
+        end_with_parent(arguments.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches xd-score, which ends the scorer
+    from libxd.runtimes.ranks.group import Group
+
+    try:
+        group = Group.join()
+        serve(group)
+    except Exception as error:
+        _fail(None, f"cannot go on: {_first_line(error)}")
+    group.leave()
+
+
+def serve(group: Any) -> None:
+    """Commands, one after the other, until `close`; what is refused is refused by all ranks alike, and told so."""
+    from libxd.runtimes.ranks.rank import Rank
+
+    me, serial, command = Rank(), 1, ""  # 1 was meeting
+    while command != "close":
+        command, arguments = group.receive()
+        serial += 1
+        try:
+            outcome = me.do(command, *arguments)
+        except XdError as error:
+            group.store.set(f"refused/{serial}/{group.rank}", _record(group.rank, error))
+            group.store.wait([f"over/{serial}"])
+            continue
+        except Exception as error:
+            if os.environ.get("XD_DEBUG") == "1":
+                traceback.print_exception(error)
+            failure = as_xd_error(error)
+            if group.store.add("failures", 1) == 1:  # those that come after it fail because of it
+                group.store.set("failed", _record(group.rank, failure))
+            _fail(group.rank, failure.line())
+        group.gather(outcome)
+
+
+def _record(rank: int, error: XdError) -> str:
+    return json.dumps({**error.record(), "message": f"rank {rank}: {error.message}"})
+
+
+def _fail(rank: int | None, why: str) -> NoReturn:
+    """Leave without the clean-up of libraries that wait for ranks which do not answer."""
+    sys.stderr.write(f"{why}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+if __name__ == "__main__":
+    main()
