@@ -26,6 +26,7 @@ override VENV := $(call plain,VENV,$(value VENV))
 override VENV_VLLM := $(call plain,VENV_VLLM,$(value VENV_VLLM))
 override RUNS := $(call unslashed,$(call plain,RUNS,$(value RUNS)))
 MODEL := models/smollm2-135m-instruct
+PADDED := $(MODEL)-12-heads
 
 export VIRTUAL_ENV := $(abspath $(VENV))
 export PATH := $(CURDIR)/tools:$(VIRTUAL_ENV)/bin:$(PATH)
@@ -134,9 +135,15 @@ verdicts: $(VENV)/.base ## print the table of EXP, a row for each of its plan; f
 .PHONY: model
 model: setup $(MODEL)/model.safetensors ## fetch and convert SmolLM2-135M-Instruct into models/ (once)
 
+.PHONY: model-padded
+model-padded: setup $(PADDED)/model.safetensors ## the same with zero heads, 12 and 4, that split over two or four ranks
+
 # Frozen inputs: made once, never remade behind the evidence's back (order-only prerequisites).
 $(MODEL)/model.safetensors: | $(VENV)/.ready
 	python -P dev/make_model.py --out $(MODEL)
+
+$(PADDED)/model.safetensors: | $(VENV)/.ready $(MODEL)/model.safetensors
+	python -P dev/pad_heads.py $(MODEL) --kv-heads 4 --out $(PADDED)
 
 sequences/%.safetensors: | $(VENV)/.ready $(MODEL)/model.safetensors
 	@mkdir -p sequences

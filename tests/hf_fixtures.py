@@ -86,6 +86,7 @@ def row(**changes: Any) -> dict[str, Any]:
     `device` and `synthetic` change what is no knob."""
     made = copy.deepcopy(plan_row())
     identity = made["identity"]
+    identity["model"] = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
     identity["checkpoint"] = {"digest": "c" * 64, "files": {}, "synthetic": changes.pop("synthetic", None)}
     identity["semantics"] |= changes.pop("semantics", {})
     identity["rollout_mode"] = changes.pop("rollout_mode", "decode")
@@ -104,6 +105,7 @@ def plan(side: str, allow_fallback: tuple[str, ...] = (), *, lacks: tuple[str, .
     given["packages"] = {name: version for name, version in given["packages"].items() if name not in lacks}
     given["cuda"] = changes.pop("cuda", {"driver": None, "devices": []})
     given["packages"] |= changes.pop("packages", {})
+    given["variables"] |= changes.pop("variables", {})
     return RUNTIME.materialize(side, row(**changes), given, frozenset(allow_fallback))
 
 

@@ -136,8 +136,9 @@ def test_an_attention_that_lacks_what_the_model_asks_of_it_is_refused(tmp_path):
 # -- memory
 
 ENGINES = {
-    "rollout": {"device": "cpu", "dtype": "float32", "attention": "sdpa", "enable_prefix_caching": False},
-    "training": {"device": "cpu", "dtype": "float32", "attention": "sdpa"},
+    "rollout": {"device": "cpu", "dtype": "float32", "attention": "sdpa", "enable_prefix_caching": False,
+                "world_size": 1, "tensor_parallel_size": 1, "context_parallel_size": 1},
+    "training": {"device": "cpu", "dtype": "float32", "attention": "sdpa", "world_size": 1},
 }
 
 
@@ -182,3 +183,19 @@ def test_longer_sequences_and_a_larger_vocabulary_need_more(place, side, tmp_pat
         assert estimate(enable_prefix_caching=True) - estimate() == 9 * 53 * cached
     else:
         assert estimate(attention="eager") - estimate() == 9 * 53 * 53 * 4 * 8
+
+
+def test_ranks_on_a_cpu_share_its_memory_and_devices_hold_a_part(place):
+    """On the CPU every rank loads the whole before it keeps its part; of a device the greatest rank's need counts."""
+    whole = memory.weights(place["checkpoint"], 4)
+
+    def estimate(side, **changes):
+        return memory.estimate(side, {**ENGINES[side], **changes}, place)
+
+    assert estimate("training", world_size=2) == 2 * estimate("training")
+    assert estimate("rollout", world_size=2, tensor_parallel_size=2) < 2 * estimate("rollout")  # a cache is split
+    cuda = {"device": "cuda"}
+    cached = 9 * 16 * 2 * 2 * 2 * 16 * 4
+    split = estimate("rollout", world_size=2, tensor_parallel_size=2, **cuda)
+    assert estimate("rollout", **cuda) - split == whole - whole // 2 + cached // 2
+    assert estimate("training", **cuda) >= estimate("training", world_size=2, **cuda)

@@ -46,6 +46,7 @@ DISTINCT = frozen(response_lens=((4,), (6,), (3,)))
 NEAR = tolerances.TINY_LLAMA_FLOAT32_NATS
 needs_compiler = pytest.mark.skipif(ENVIRONMENT["compiler"] is None, reason="no C++ compiler")
 GPU = {"driver": "13.0", "devices": [{"name": "a GPU", "capability": "9.0"}]}
+GPUS = {**GPU, "devices": GPU["devices"] * 2}
 
 
 @pytest.fixture(scope="session")
@@ -79,6 +80,11 @@ def test_every_knob_of_a_side_has_a_record_and_the_baseline_is_applied(side):
     [
         ("rollout", {"batch__size": 1}),
         ("training", {"batch__size": 1}),
+        ("rollout", {"rollout__tensor_parallel_size": 2}),
+        ("rollout", {"rollout__context_parallel_size": 2}),
+        ("rollout", {"rollout__tensor_parallel_size": 2, "device": "cuda", "cuda": GPUS}),
+        ("training", {"training__sharding": "fsdp"}),
+        ("training", {"training__sharding": "fsdp", "device": "cuda", "cuda": GPUS}),
         ("rollout", {"rollout__dtype": "bfloat16"}),
         ("rollout", {"rollout__enable_prefix_caching": True}),
         ("rollout", {"rollout__enforce_eager": False}),
@@ -107,12 +113,13 @@ def test_what_can_be_done_is_applied(side, changes):
 @pytest.mark.parametrize(
     ("side", "changes", "reason"),
     [
-        ("rollout", {"rollout__tensor_parallel_size": 2}, "one process"),
-        ("rollout", {"rollout__context_parallel_size": 2}, "one process"),
+        ("rollout", {"rollout__tensor_parallel_size": 4}, "2 key-value heads"),
+        ("rollout", {"rollout__tensor_parallel_size": 2, "device": "cuda", "cuda": GPU}, "this machine has 1"),
+        ("rollout", {"rollout__context_parallel_size": 2, "device": "cuda", "cuda": GPU}, "this machine has 1"),
         ("rollout", {"rollout__enforce_eager": False, "lacks": ("compiler",)}, "C++ compiler"),
         ("rollout", {"rollout__enforce_eager": False, "rollout_mode": "prefill"}, "decoding steps"),
         ("rollout", {"rollout__enable_prefix_caching": True, "rollout_mode": "prefill"}, "prefill"),
-        ("training", {"training__sharding": "fsdp"}, "fsdp"),
+        ("training", {"training__sharding": "fsdp", "device": "cuda", "cuda": GPU}, "two ranks"),
         ("training", {"training__attention_backend": "flash_attention_2"}, "CUDA alone"),
         ("training", {"training__attention_backend": "flash_attention_3", "device": "cuda", "cuda": GPU},
          "flash-attn-3"),
@@ -128,6 +135,32 @@ def test_what_cannot_be_done_is_unsupported_with_the_reason(side, changes, reaso
     assert reason in record.evidence
 
 
+def test_a_compiled_path_and_ranks_do_not_go_together():
+    made = plan("rollout", rollout__enforce_eager=False, rollout__context_parallel_size=2)
+    (record,) = (record for record in made.knobs if record.status != "applied")
+    assert record.knob == "rollout.enforce_eager" and "other ranks" in record.evidence
+
+
+def test_a_world_is_planned():
+    made = plan("rollout", rollout__tensor_parallel_size=2, rollout__context_parallel_size=3)
+    assert made.process == {"device": "cpu", **made.context}
+    assert made.context == {
+        "world_size": 6, "tensor_parallel_size": 2, "context_parallel_size": 3, "rank_order": ["context", "tensor"],
+        "vocabulary_rows": [[0, 64], [64, 128]],
+    }  # fmt: skip
+    assert plan("training", training__sharding="fsdp").context == {"world_size": 2, "sharding": "fsdp"}
+
+
+def test_a_launcher_brings_devices_that_this_machine_lacks():
+    asked = {"training__sharding": "fsdp", "rollout__tensor_parallel_size": 2, "device": "cuda", "cuda": GPU}
+    for side, change in (("training", "training.sharding"), ("rollout", "rollout.tensor_parallel_size")):
+        (record,) = (r for r in plan(side, variables={"XD_RANKS": "2"}, **asked).knobs if r.knob == change)
+        assert record.status == "applied"
+    assert plan("training", variables={"XD_RANKS": "16"}, **asked).engine["world_size"] == 16
+    with pytest.raises(XdError, match="no number of ranks"):
+        plan("training", variables={"XD_RANKS": "many"}, **asked)
+
+
 def test_packages_go_by_the_names_that_an_environment_has():
     assert set(hf_runtime._PACKAGE_OF.values()) <= set(environment.PACKAGES)
 
@@ -138,7 +171,7 @@ def test_only_a_declared_fallback_falls_back():
     (record,) = (record for record in plan("training", (knob,), **asked).knobs if record.knob == knob)
     assert (record.status, record.requested, record.materialized) == ("fallback", "flash_attention_2", "sdpa")
     assert "CUDA alone" in record.evidence and "sdpa" in record.evidence
-    declared = plan("rollout", ("rollout.tensor_parallel_size",), rollout__tensor_parallel_size=2)  # there is none
+    declared = plan("rollout", ("rollout.tensor_parallel_size",), rollout__tensor_parallel_size=4)  # there is none
     assert [r.status for r in declared.knobs if r.knob == "rollout.tensor_parallel_size"] == ["unsupported"]
 
 

@@ -9,6 +9,7 @@ import click
 from libxd import canon, console, environment
 from libxd.console import Console
 from libxd.rundir import SIDES
+from libxd.runtimes.ranks import launch
 from libxd.scoring.intake import Intake
 from libxd.scoring.supervisor import Supervisor
 from libxd.scoring.task import Task
@@ -36,6 +37,8 @@ def cli(
 ) -> None:  # fmt: skip
     """Score materialised attempts (operands, or paths on stdin) and print each path as soon as its scores stand.
 
+    Under torchrun or srun, rank 0's xd-score does all of this, with the others as the ranks of its engine.
+
     An engine is kept while the next attempt can use it. What it really uses is read back before and right after
     scoring; nothing is scored, or nothing is published, where that is not what was materialised.
     """
@@ -46,6 +49,12 @@ def cli(
         return
     if side is None:
         raise click.UsageError("say which side: --side rollout or --side training")
+    launched = launch.of(os.environ)
+    if launched:
+        os.environ.update(launched.variables)
+        if launched.rank > 0:  # rank 0 reads, prints and publishes; this process becomes one of its ranks
+            interpreter = environment.interpreter(python)
+            os.execv(interpreter, [interpreter, "-P", "-m", "libxd.runtimes.ranks.worker"])
     intake = Intake(console.operands(attempts, "attempts"))
     follow = console.debug if console.verbose else console.info if os.environ.get("XD_DEBUG") == "1" else None
 
@@ -53,7 +62,9 @@ def cli(
         console.info("no room for another engine yet: reading all attempts first")
         intake.read_to_end()
 
-    with Supervisor(side, python, say=console.info, follow=follow, timeout_s=timeout) as supervisor:
+    with Supervisor(
+        side, python, say=console.info, follow=follow, timeout_s=timeout, launched=launched
+    ) as supervisor:  # fmt: skip
         for path in intake:
             with console.guard(path):
                 task = Task.read(path, side)

@@ -54,8 +54,14 @@ def respond(scorer: Scorer, request: dict[str, Any]) -> dict[str, Any]:
 
     {"attempt": path, "engine": "reuse" | "rebuild"}: score it. {"attempt": path, "ask": "bytes"}: what its engine will
     need. An answer holds "ok", with "errors" when not, "holds": whether an engine is held now, and "spent": whether
-    this process may serve no other case.
+    this process may serve no other case. {"dismiss": true}: give the engine up, and let a launcher's other ranks go.
     """
+    if request.get("dismiss"):
+        from libxd.runtimes.ranks.world import dismiss
+
+        scorer.close()
+        dismiss()
+        return {"ok": True, "holds": False, "spent": True}
     try:
         task = Task.read(request["attempt"], scorer.side)
         if request.get("ask") == "bytes":

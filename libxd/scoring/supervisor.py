@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from libxd import environment, policy, strictjson
 from libxd.errors import Status, XdError, XdErrors
+from libxd.runtimes.ranks import launch
+from libxd.runtimes.ranks.launch import Launch
 from libxd.scoring import lifecycle, room
 from libxd.scoring.lifecycle import Needs
 from libxd.scoring.process import Child, ChildDied
@@ -22,18 +25,20 @@ class Supervisor:
 
     python: the interpreter of the child (None: that of the task's runtime, by policy). follow: takes every line an
     engine says; without it `say` gets the last lines when an engine fails. timeout_s: how long a task may take (None:
-    as long as it likes); a collective that hangs would otherwise be waited for without end.
+    as long as it likes); a collective that hangs would otherwise be waited for without end. launched: the place in a
+    launcher's world, whose other ranks wait for the scorer's child.
     """
 
     def __init__(
         self, side: str, python: str | None, say: Callable[[str], None], follow: Callable[[str], None] | None = None,
-        timeout_s: float | None = None,
+        timeout_s: float | None = None, launched: Launch | None = None,
     ) -> None:  # fmt: skip
         self.side = side
         self._python = environment.interpreter(python) if python else None
         self._say = say
         self._follow = follow
         self._timeout_s = timeout_s
+        self._launched = launched
         self._child: Child | None = None
         self._process: str | None = None
         self._held: Needs | None = None
@@ -44,6 +49,8 @@ class Supervisor:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
+            if self._launched:
+                self._dismiss()
             self._end_child()
         elif self._child is not None:  # Ctrl-C, SIGTERM, a closed pipe: nothing is waited for
             self._child.kill()
@@ -52,9 +59,10 @@ class Supervisor:
         """Have a task scored and published; the counters of its readback's `reuse`.
 
         before_engine is called when an engine must be started and finds no room. XdError 69 when the task is refused or
-        was materialised for another interpreter, 75 when the child was killed or memory ran out, 70 when the engine
+        was materialised for another interpreter or a world of another size than was launched, 75 when the child was killed or memory ran out, 70 when the engine
         fails: the child is ended then, and the next task gets a new one.
         """
+        launch.require_world(self._launched, task.plan["engine"].get("world_size", 1), str(task.attempt))
         python = self._python or policy.default_python(task.plan["runtime"])
         require_environment(task, environment.of(python))
         needs = task.needs
@@ -107,6 +115,13 @@ class Supervisor:
         if not issues:
             return answer
         raise XdErrors(issues) if len(issues) > 1 else issues[0]
+
+    def _dismiss(self) -> None:
+        """Let a launcher's other ranks go, even where no attempt has needed them."""
+        if self._child is None:
+            self._child = Child(self._python or environment.interpreter(), self.side, self._follow)
+        with contextlib.suppress(ChildDied):  # then its world has ended, too
+            self._child.ask({"dismiss": True})
 
     def _tell(self, child: Child, ended: bool) -> None:
         for line in child.chatter.last(ended):

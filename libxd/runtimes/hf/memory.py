@@ -1,6 +1,7 @@
 """How much memory an hf engine needs, from a checkpoint's headers, its config and the frozen sequences. No torch.
 
-An engine serves cases of several batch sizes, so a batch is taken to hold the longest sequences, `_ROWS` at most.
+An engine serves cases of several batch sizes, so a batch is taken to hold the longest sequences, `_ROWS` at most. Over
+ranks it is what one device needs, or, on the CPU, what all ranks need of the machine.
 """
 
 from __future__ import annotations
@@ -38,8 +39,21 @@ def estimate(side: str, engine: dict[str, Any], locations: dict[str, Any]) -> in
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise XdError(f"a model's config says its sizes: {type(error).__name__}: {error}", code="bad-checkpoint",
                       where=os.path.join(directory, "config.json")) from error  # fmt: skip
-    needed = weights(directory, width) + head_rows * of_head + rows * columns * of_token
-    return needed + _PROCESS_BYTES[engine["device"]]
+    held = weights(directory, width)
+    if engine["device"] == "cuda":
+        held = _part(held, side, engine, text(config), width)
+    needed = held + head_rows * of_head + rows * columns * of_token + _PROCESS_BYTES[engine["device"]]
+    # a rank on the CPU has loaded the whole before it keeps its part
+    return needed if engine["device"] == "cuda" else needed * engine["world_size"]
+
+
+def _part(whole: int, side: str, engine: dict[str, Any], config: dict[str, Any], width: int) -> int:
+    """Bytes of weights on a rank's device: its part; sharded, beside it what is gathered at once, head and a layer."""
+    if side == "rollout":
+        return whole // engine["tensor_parallel_size"]
+    ranks = engine["world_size"]
+    gathered = 2 * config["vocab_size"] * config["hidden_size"] * width + whole // config["num_hidden_layers"]
+    return whole if ranks == 1 else min(whole, whole // ranks + gathered)
 
 
 def _head_row(config: dict[str, Any], width: int) -> int:
@@ -56,4 +70,7 @@ def _token(side: str, engine: dict[str, Any], config: dict[str, Any], width: int
         scores = heads * columns * (width + 4) if engine["attention"] == "eager" else 0
         return activations + scores
     copies = 2 if engine["enable_prefix_caching"] else 1  # shared prefixes are copies
-    return activations + token_cache(config, width) * copies
+    context = engine["context_parallel_size"]
+    # partial attention is written out in float32: logits and exponentials
+    scores = heads * columns * 2 * 4 // context if context > 1 else 0
+    return activations + scores + token_cache(config, width) * copies // (context * engine["tensor_parallel_size"])

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import DynamicCache
 
 from libxd import canon
+from libxd.errors import Status, XdError
 from libxd.runtimes.hf import decoding, tensor_parallel
 from libxd.runtimes.hf.attention import AttentionCalls, explicit_masks
 from libxd.runtimes.hf.compiled import Compiled, cannot_compile
@@ -62,6 +63,11 @@ class RolloutEngine(Engine):
             mesh = init_device_mesh(self.device.type, (context, tensor), mesh_dim_names=("context", "tensor"))
         if tensor > 1:
             tensor_parallel.split(model, mesh["tensor"])
+            rows = tensor_parallel.vocabulary_rows(model)
+            if engine["vocabulary_rows"] not in (None, rows):
+                raise XdError("the vocabulary does not lie over the ranks as planned", status=Status.REFUSED,
+                              code="vocabulary-layout", where=type(model).__name__, found=rows,
+                              expected=engine["vocabulary_rows"])  # fmt: skip
         if context > 1:
             self._context = ContextParallel(mesh.get_group("context"), mesh.get_local_rank("context"), context)
             self._context.adopt(model)
