@@ -197,7 +197,7 @@ def test_no_rank_outlives_xd_score(chain):
 
 def launched(chain: RankChain, *arguments: str) -> subprocess.CompletedProcess:
     """xd-score under torchrun with two ranks."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                 "--no-python"]  # fmt: skip
     return subprocess.run(
         [*torchrun, str(ROOT / "tools" / "xd-score"), *arguments], cwd=chain.place, capture_output=True, text=True,

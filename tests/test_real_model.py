@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tolerances import SAME_LOGITS_NATS
+from tolerances import BFLOAT16_SPLIT_MEAN_NATS, SAME_LOGITS_NATS
 
 pytest.importorskip("torch")
 
@@ -38,6 +38,9 @@ def measured(root, tmp_path_factory):
     config["identity"]["sequences"]["path"] = "sequences.safetensors"
     config["interventions"] = [
         {"path": "batch.size", "values": [1]},
+        {"path": "rollout.tensor_parallel_size", "values": [3]},
+        {"path": "rollout.context_parallel_size", "values": [2]},
+        {"path": "training.sharding", "values": ["fsdp"]},
         {"path": "rollout.dtype", "values": ["float32"]},
         {"path": "rollout.enable_prefix_caching", "values": [False]},
         {"path": "logp.backend", "values": ["xd.triton_logp", "xd.fused_linear_logp"]},
@@ -79,11 +82,28 @@ def test_decode_differs_from_one_pass(measured):
     assert 1e-3 < comparison["logprob_difference"]["mean_absolute"] < 0.2
 
 
-@pytest.mark.parametrize("knob", ["batch.size", "rollout.dtype"])
+@pytest.mark.parametrize(
+    "knob", ["batch.size", "rollout.dtype", "rollout.tensor_parallel_size", "rollout.context_parallel_size"]
+)
 def test_a_knob_moves_the_rollout_side_above_the_floor(measured, knob):
     _, effect, _ = measured[knob]
     _, floor, _ = measured["repeat"]
     assert effect["rollout"]["mean_absolute"] > max(floor["rollout"]["mean_absolute"], 1e-3)
+
+
+def test_splitting_the_model_over_ranks_costs_what_rounding_costs(measured):
+    """In bfloat16 some hundredths of a nat in the mean, as any other order of sums; tests/test_ranks.py has float32."""
+    for knob in ("rollout.tensor_parallel_size", "rollout.context_parallel_size"):
+        _, effect, readbacks = measured[knob]
+        assert effect["rollout"]["mean_absolute"] < BFLOAT16_SPLIT_MEAN_NATS
+        assert readbacks["rollout"]["engine"]["world_size"] > 1
+
+
+def test_sharding_the_training_side_changes_no_bit(measured):
+    comparison, effect, readbacks = measured["training.sharding"]
+    assert effect["training"]["max_absolute"] == 0
+    assert readbacks["training"]["engine"]["world_size"] == 2
+    assert comparison["logprob_difference"] == measured["baseline"][0]["logprob_difference"]
 
 
 def test_a_rollout_knob_leaves_the_training_side_alone(measured):

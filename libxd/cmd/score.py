@@ -54,7 +54,7 @@ def cli(
         os.environ.update(launched.variables)
         if launched.rank > 0:  # rank 0 reads, prints and publishes; this process becomes one of its ranks
             interpreter = environment.interpreter(python)
-            os.execv(interpreter, [interpreter, "-P", "-m", "libxd.runtimes.ranks.worker"])
+            os.execv(interpreter, [interpreter, "-P", "-m", "libxd.runtimes.ranks.worker", "--side", side])
     intake = Intake(console.operands(attempts, "attempts"))
     follow = console.debug if console.verbose else console.info if os.environ.get("XD_DEBUG") == "1" else None
 

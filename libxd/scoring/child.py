@@ -60,7 +60,7 @@ def respond(scorer: Scorer, request: dict[str, Any]) -> dict[str, Any]:
         from libxd.runtimes.ranks.world import dismiss
 
         scorer.close()
-        dismiss()
+        dismiss(scorer.side)
         return {"ok": True, "holds": False, "spent": True}
     try:
         task = Task.read(request["attempt"], scorer.side)

@@ -117,8 +117,8 @@ def scored_refusals(
     """What is published against what the operator returned: every number came from it, refused in every mode otherwise.
 
     returned: ids int64 [n] and logprobs float32 [n] of its calls. selected_ids int32, logprobs float32, scored and
-    active_mask bool: [T]. Published logprobs must be, bit for bit, those that it gave for the same ids; where the
-    vocabulary is split over ranks it gives a shard's, and only their number can be held against the published ones.
+    active_mask bool: [T]. Published logprobs must be, bit for bit, those that it gave for the same ids; where it is
+    given one of several vocabulary shards at a time, only their number can be held against the published ones.
     """
     import numpy as np
 
@@ -134,7 +134,7 @@ def scored_refusals(
     if len(ids) not in {count, count * vocabulary_shards}:
         refusals.append(Refusal("operator", None, count, len(ids),
                                 "the operator gave another number of logprobs than are published"))
-    elif vocabulary_shards == 1:
+    elif len(ids) == count:
         given, published = _pairs(ids, values), _pairs(selected_ids[scored], logprobs[scored])
         if differing := int(np.count_nonzero(given != published)):
             refusals.append(_uncovered(differing, "published logprobs that the operator did not give"))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from libxd.sequences import Sequences
 
 SCHEMA_VERSION = "xd.readback.v1"
-#: over so many ranks a side's head may be split, so that an operator sees a part of the vocabulary at a time
+#: over so many ranks a side's head may be split: an operator may see a part of the vocabulary at a time
 _VOCABULARY_SHARDS = "rollout.tensor_parallel_size"
 
 

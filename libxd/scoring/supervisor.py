@@ -59,8 +59,9 @@ class Supervisor:
         """Have a task scored and published; the counters of its readback's `reuse`.
 
         before_engine is called when an engine must be started and finds no room. XdError 69 when the task is refused or
-        was materialised for another interpreter or a world of another size than was launched, 75 when the child was killed or memory ran out, 70 when the engine
-        fails: the child is ended then, and the next task gets a new one.
+        was materialised for another interpreter, or for another number of ranks than was launched; 75 when the child
+        was killed or memory ran out, 70 when the engine fails: the child is ended then, and the next task gets a new
+        one.
         """
         launch.require_world(self._launched, task.plan["engine"].get("world_size", 1), str(task.attempt))
         python = self._python or policy.default_python(task.plan["runtime"])

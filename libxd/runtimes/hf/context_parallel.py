@@ -2,7 +2,7 @@
 
 Weights are whole on every rank, and every rank computes queries, keys and values of every token; it keeps the keys and
 values of its own positions alone. Of R ranks, rank r holds those whose distance to the end of the prompt is r modulo R:
-counted from there, as prompts are padded on the left, so that a prefix lies on the same ranks however wide its batch is.
+counted from there, as prompts are padded on the left, so that a prefix lies on the same ranks in a wider batch, too.
 
 Shapes: M rows, L columns fed, S columns of the cache, s of them on this rank, G key-value heads, Q query heads of each,
 D head_dim.
@@ -80,8 +80,7 @@ class ContextParallel:
         return slice((self.rank + self._boundary - first) % self.ranks, end - first, self.ranks)
 
     def _attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, dropout: float = 0.0,
-        **options: Any,
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **options: Any
     ) -> tuple[Tensor, None]:  # fmt: skip
         """query [M, G * Q, L, D]; key, value [M, G, s, D], or S without a cache; mask bool [M, 1, L, S].
 
@@ -99,7 +98,7 @@ class ContextParallel:
 
 
 def _partial(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Attention over this rank's keys, float32: outputs [M, G, Q, L, D] and log-sum-exps [M, G, Q, L], -inf for none."""
+    """Attention over this rank's keys, float32: outputs [M, G, Q, L, D], log-sum-exps [M, G, Q, L], -inf for none."""
     grouped = query.unflatten(1, (key.shape[1], -1)).float()
     logits = grouped @ key.float().unsqueeze(2).transpose(-1, -2) * scaling  # [M, G, Q, L, s]
     logits = logits.masked_fill(~mask.unsqueeze(2), -torch.inf)
@@ -130,7 +129,7 @@ class _OwnColumns(DynamicLayer):
         self._context = context
         self._length = 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **options: Any) -> tuple[Tensor, Tensor]:
         own = self._context.own(self._length, self._length + key_states.shape[2])
         self._length += key_states.shape[2]
         return super().update(key_states[:, :, own], value_states[:, :, own])

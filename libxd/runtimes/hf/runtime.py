@@ -42,8 +42,8 @@ _APPLIED = {
     "training.attention_backend": "passed to transformers as attn_implementation",
     "training.compute_dtype": "the checkpoint is cast to it and computes in it",
     "logp.backend": "the bound operator turns hidden states or logits into logprobs",
-    "training.sharding": "unsharded: one process holds every parameter whole; fsdp: each layer's are sharded (FSDP2) and "
-    "gathered before use",
+    "training.sharding": "unsharded: one process holds every parameter whole; fsdp: each layer's are sharded (FSDP2) "
+    "and gathered before use",
 }
 
 

@@ -37,7 +37,8 @@ def split(model: Any, mesh: DeviceMesh) -> None:
              if isinstance(module, nn.Linear) and found.get(name) not in _STYLES]  # fmt: skip
     if unknown or whole or not found:
         raise XdError("cannot be split over ranks as transformers plans it", status=Status.REFUSED,
-                      code="unsupported-model", where=type(model).__name__, found=unknown or whole[:1] or None)  # fmt: skip
+                      code="unsupported-model", where=type(model).__name__,
+                      found=unknown or whole[:1] or None)  # fmt: skip
     for name, how in found.items():
         if how in _STYLES:
             axis, forward = _STYLES[how]

@@ -38,7 +38,7 @@ class TrainingEngine(Engine):
         evidence = {**self._placements(), "units": len(units)}
         return {
             "training.compute_dtype": self._parameter_dtype(),
-            "training.sharding": Observation("fsdp" if units else "unsharded", evidence),
+            "training.sharding": Observation("fsdp" if units and self._split_over() > 1 else "unsharded", evidence),
         }
 
     def behaviour(self) -> dict[str, Observation]:

@@ -29,7 +29,7 @@ class Everywhere:
         self, runtime: str, side: str, plan: dict[str, Any], context: EngineContext, world_size: int
     ) -> None:  # fmt: skip
         self._here = Rank()
-        self._world = World(world_size)
+        self._world = World(side, world_size)
         self._ask("open", runtime, side, plan, context)
         self._require_same_conditions()
 

@@ -18,7 +18,7 @@ class Group:
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self.store = dist.PrefixStore("xd", store)
+        self.store = dist.PrefixStore("said", store)
         # NCCL makes its communicators when the first CUDA tensor comes, so where there is a device both are at hand
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         dist.init_process_group(
@@ -27,11 +27,11 @@ class Group:
         self._control = dist.new_group(backend="gloo", timeout=FOREVER)
 
     @classmethod
-    def join(cls) -> Group:
-        """The world that the variables of this process name, as torchrun says them."""
+    def join(cls, side: str) -> Group:
+        """The world that the variables of this process name, as torchrun says them; a launcher may bring both sides."""
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=FOREVER))
-        return cls(store, rank, world_size)
+        return cls(dist.PrefixStore(side, store), rank, world_size)
 
     def send(self, message: Any) -> None:
         """Rank 0: to all others."""

@@ -37,8 +37,7 @@ def of(variables: Mapping[str, str]) -> Launch | None:
     XdError 65 for variables that contradict themselves, or do not say where rank 0 listens.
     """
     for names in (_NAMES, _NAMES.values()):
-        rank, world_size, local_rank = (variables.get(name) for name in names)
-        if rank is None or world_size is None:
+        if not {*names} - {"LOCAL_RANK", "SLURM_LOCALID"} <= variables.keys():
             continue
         launch = Launch(*(_number(name, variables.get(name, "0")) for name in names))
         if launch.world_size == 1:
@@ -47,7 +46,7 @@ def of(variables: Mapping[str, str]) -> Launch | None:
             raise XdError("the launcher's rank is beyond its world", code="bad-variable", where="$RANK",
                           found=launch.rank, expected=f"below {launch.world_size}")  # fmt: skip
         for name in _ADDRESS:
-            if not variables.get(name):
+            if variables.get(name) in (None, "", "0"):
                 raise XdError("the launcher does not say where rank 0 listens", code="bad-variable", where=f"${name}",
                               hint="export MASTER_ADDR and MASTER_PORT, as torchrun does")  # fmt: skip
         return launch

@@ -18,9 +18,10 @@ _END_TIMEOUT_S = 5.0
 class Processes:
     """Ranks 1 to world_size - 1, on this machine. They end with this process, however it ends."""
 
-    def __init__(self, world_size: int, address: str, port: int) -> None:
+    def __init__(self, side: str, world_size: int, address: str, port: int) -> None:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-        command = [sys.executable, "-P", "-m", "libxd.runtimes.ranks.worker", "--parent", str(os.getpid())]
+        command = [sys.executable, "-P", "-m", "libxd.runtimes.ranks.worker", "--side", side,
+                   "--parent", str(os.getpid())]  # fmt: skip
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._listeners: list[threading.Thread] = []
         for rank in range(1, world_size):

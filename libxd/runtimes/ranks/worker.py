@@ -1,6 +1,6 @@
 """A rank other than the first: does what rank 0 asks of all, prints nothing but what goes wrong, ends with rank 0.
 
-    RANK=1 WORLD_SIZE=2 MASTER_ADDR=… MASTER_PORT=… python -P -m libxd.runtimes.ranks.worker
+    RANK=1 WORLD_SIZE=2 MASTER_ADDR=… MASTER_PORT=… python -P -m libxd.runtimes.ranks.worker --side rollout
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import traceback
 from typing import Any, NoReturn
 
 from libxd.errors import XdError
+from libxd.rundir import SIDES
 from libxd.scoring.child import end_with_parent
 from libxd.scoring.scorer import as_xd_error
 
@@ -21,6 +22,7 @@ from libxd.scoring.scorer import as_xd_error
 def main() -> None:
     """Serve until rank 0 closes the world; 1 when it cannot go on."""
     parser = argparse.ArgumentParser(prog="libxd.runtimes.ranks.worker", description=__doc__)
+    parser.add_argument("--side", choices=SIDES, required=True)
     parser.add_argument("--parent", type=int, help="end with this process")
     arguments = parser.parse_args()
     if arguments.parent is not None:
@@ -29,10 +31,10 @@ def main() -> None:
     from libxd.runtimes.ranks.group import Group
 
     try:
-        group = Group.join()
+        group = Group.join(arguments.side)
         serve(group)
     except Exception as error:
-        _fail(None, f"cannot go on: {_first_line(error)}")
+        _fail(f"cannot go on: {_first_line(error)}")
     group.leave()
 
 
@@ -56,7 +58,7 @@ def serve(group: Any) -> None:
             failure = as_xd_error(error)
             if group.store.add("failures", 1) == 1:  # those that come after it fail because of it
                 group.store.set("failed", _record(group.rank, failure))
-            _fail(group.rank, failure.line())
+            _fail(failure.line())
         group.gather(outcome)
 
 
@@ -64,7 +66,7 @@ def _record(rank: int, error: XdError) -> str:
     return json.dumps({**error.record(), "message": f"rank {rank}: {error.message}"})
 
 
-def _fail(rank: int | None, why: str) -> NoReturn:
+def _fail(why: str) -> NoReturn:
     """Leave without the clean-up of libraries that wait for ranks which do not answer."""
     sys.stderr.write(f"{why}\n")
     sys.stderr.flush()

@@ -36,7 +36,7 @@ class World:
     When the main thread waits for a rank that is gone and does not notice, the process is ended: nothing else can be.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, side: str, world_size: int) -> None:
         self._serial = 0
         self._busy = False
         self._over = threading.Event()
@@ -46,19 +46,19 @@ class World:
         launched = launch.of(os.environ)
         launch.require_world(launched, world_size, "the scorer")
         if launched:
-            self._group = _meet()
+            self._group = _meet(side)
             self._serial += 1
             self._store = self._group.store.clone()
         else:
             server = _listen()
-            self._processes = Processes(world_size, _ADDRESS, server.port)
-            self._store = dist.PrefixStore("xd", server.clone())
+            self._processes = Processes(side, world_size, _ADDRESS, server.port)
+            self._store = dist.PrefixStore("said", dist.PrefixStore(side, server.clone()))
         self.world_size = world_size
         self._watch = threading.Thread(target=self._watching, daemon=True)
         self._watch.start()
         if self._group is None:
             with self._together():
-                self._group = Group(server, 0, world_size)
+                self._group = Group(dist.PrefixStore(side, server), 0, world_size)
 
     # -- commands
 
@@ -95,6 +95,9 @@ class World:
             self.end()
             if cause is not None:
                 raise cause from error
+            raise
+        except BaseException:  # a signal, or whoever was handed weights has stopped taking them: others wait in vain
+            self.end()
             raise
         finally:
             self._busy = False
@@ -173,23 +176,23 @@ class World:
         return self._cause
 
 
-def dismiss() -> None:
+def dismiss(side: str) -> None:
     """Let a launcher's other ranks go that no attempt has needed."""
     if launch.of(os.environ) is not None and not _met:
-        group = _meet()
+        group = _meet(side)
         group.send(("close", ()))
         group.gather(None)
         group.leave()
 
 
-def _meet() -> Group:
+def _meet(side: str) -> Group:
     """The launcher's world. XdError 69 when it was met before: its ranks have left."""
     global _met
     if _met:
         raise XdError("the launcher's ranks have left with the engine before this one", status=Status.REFUSED,
                       code="world-differs", hint="launch a group of attempts at a time (xd-resume --groups)")
     _met = True
-    return Group.join()
+    return Group.join(side)
 
 
 def _listen() -> Any:
