@@ -23,8 +23,8 @@ SETTINGS: dict[str, dict[str, float]] = {
 }
 #: a denominator that is the same for a batch and its parts, so that their gradients can be told equal
 DENOMINATOR = 1000.0
-#: what float64 may differ by, as a share of the largest gradient: that of the probabilities' 8 bits
-GRADIENT_BOUND = 2**-8
+#: as a share of the largest gradient: direction and gradient are each rounded to 8 bits (2^-9), the probabilities too
+GRADIENT_BOUND = 2**-7
 
 
 def measure(say: Callable[[str], None], read: float | None = None) -> tuple[list[Row], list[Target]]:
