@@ -38,6 +38,16 @@ print(*sorted(set(compiled)))
 """
 
 LAUNCHES = {
+    "blake3": (
+        """
+from xdkernels.jit import blake3
+for chunks in (1, 3000):
+    values = torch.zeros(8, chunks, dtype=torch.int32)
+    blake3.chunks(torch.zeros(chunks * 256, dtype=torch.int32), values, 0, chunks * 1024, chunks)
+    blake3.root(values)
+""",
+        "_chunks_kernel _trees_kernel",
+    ),
     "logprob": (
         """
 from xdkernels.jit import logprob, logsumexp
