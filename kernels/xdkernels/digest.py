@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from blake3 import blake3
 
 from xdkernels.dispatch import use_kernels
 
-#: bytes of a message that are put together at a time; whole chunks
-SECTION_BYTES = 64 * 2**20
+_WORD = 4  # bytes
 
 
 def blake3_hexdigest(tensor: torch.Tensor, prefix: bytes = b"") -> str:
     """BLAKE3 (64 hex digits) over `prefix` and the elements' bytes, as they are in memory, in row-major order.
 
     tensor: any dtype and strides; one that is not contiguous is copied. On a GPU it takes the kernels, on the CPU the
-    blake3 package: the same function, so the digests are equal. Extra memory on a GPU: SECTION_BYTES, and a 32nd of
-    the tensor.
+    blake3 package: the same function, so the digests are equal. Extra memory on a GPU: a 32nd of the tensor.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if not use_kernels(flat):
@@ -25,24 +25,20 @@ def blake3_hexdigest(tensor: torch.Tensor, prefix: bytes = b"") -> str:
         return hasher.hexdigest()
     from xdkernels.jit import blake3 as kernels
 
-    size = len(prefix) + len(flat)
-    values = torch.empty(8, max(1, -(-size // kernels.CHUNK_BYTES)), dtype=torch.int32, device=flat.device)
-    staged = torch.empty(min(SECTION_BYTES, values.shape[1] * kernels.CHUNK_BYTES), dtype=torch.uint8,
-                         device=flat.device)  # fmt: skip
-    for begin in range(0, max(size, 1), SECTION_BYTES):
-        end = min(begin + SECTION_BYTES, size)
-        _stage(staged, flat, prefix, begin, end)
-        count = max(1, -(-(end - begin) // kernels.CHUNK_BYTES))
-        kernels.chunks(staged.view(torch.int32), values, begin // kernels.CHUNK_BYTES, size - begin, count)
+    head = _on_device(prefix, flat.device)
+    values = kernels.chunks(head, _words(flat), len(prefix), len(prefix) + len(flat))
     return kernels.root(values).cpu().numpy().astype("<i4").tobytes().hex()
 
 
-def _stage(staged: torch.Tensor, flat: torch.Tensor, prefix: bytes, begin: int, end: int) -> None:
-    """Bytes begin to end of the message to the front of `staged`, and zeros behind them to the end of a chunk."""
-    head = prefix[begin:end]
-    if head:
-        staged[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8).to(staged.device)
-    first = begin + len(head) - len(prefix)
-    count = end - begin - len(head)
-    staged[len(head) : len(head) + count] = flat[first : first + count]
-    staged[end - begin :].zero_()
+def _words(flat: torch.Tensor) -> torch.Tensor:
+    """Bytes as int32: themselves where they are whole words at a multiple of their size, else a copy, zeros behind."""
+    if len(flat) == 0 or len(flat) % _WORD or flat.data_ptr() % _WORD:
+        flat = torch.nn.functional.pad(flat, (0, -len(flat) % _WORD or _WORD))
+    return flat.view(torch.int32)
+
+
+@functools.lru_cache(maxsize=1024)
+def _on_device(prefix: bytes, device: torch.device) -> torch.Tensor:
+    """The prefix as int32 words, one word more than it fills: a model's parameters have the same ones every time."""
+    words = prefix.ljust((len(prefix) // _WORD + 1) * _WORD, b"\0")
+    return torch.frombuffer(bytearray(words), dtype=torch.int32).to(device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from blake3 import blake3
-from xdkernels import digest
 from xdkernels.digest import blake3_hexdigest
 from xdkernels.jit import blake3 as kernels
 
@@ -50,12 +49,11 @@ def test_large_trees(device, chunks):
     assert blake3_hexdigest(data.to(device), b"header") == expected(data, b"header")
 
 
-@pytest.mark.parametrize("sections", [1, 2])
-def test_sections_of_a_message(device, monkeypatch, sections):
-    monkeypatch.setattr(digest, "SECTION_BYTES", 2 * CHUNK)
-    data = message(2 * CHUNK * sections + 1)
-    assert blake3_hexdigest(data.to(device), b"header") == expected(data, b"header")
-    assert blake3_hexdigest(data[:-1].to(device)) == expected(data[:-1])
+@pytest.mark.parametrize("prefix", [b"", b"hea", b"head", b"header"], ids=len)
+def test_data_off_a_word(device, prefix):
+    whole = message(99).to(device)
+    for first in range(4):
+        assert blake3_hexdigest(whole[first:], prefix) == expected(whole[first:].cpu(), prefix)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.bool])

@@ -42,9 +42,8 @@ LAUNCHES = {
         """
 from xdkernels.jit import blake3
 for chunks in (1, 3000):
-    values = torch.zeros(8, chunks, dtype=torch.int32)
-    blake3.chunks(torch.zeros(chunks * 256, dtype=torch.int32), values, 0, chunks * 1024, chunks)
-    blake3.root(values)
+    data = torch.zeros(chunks * 256 - 1, dtype=torch.int32)
+    blake3.root(blake3.chunks(data[:1], data, 3, chunks * 1024 - 1))
 """,
         "_chunks_kernel _trees_kernel",
     ),

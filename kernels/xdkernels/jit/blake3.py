@@ -16,7 +16,7 @@ CHUNK_BYTES = 1024
 #: chunks a program: a lane each
 LANES = 128
 #: chaining values that one program takes to one; a power of two, so that its pairs are the whole tree's
-SUBTREE = 1024
+SUBTREE = 256
 
 _CHUNK_START = tl.constexpr(1)
 _CHUNK_END = tl.constexpr(2)
@@ -105,48 +105,83 @@ def _loaded(place, stride, held):
     )
 
 
-@triton.jit(do_not_specialize=["first", "size", "chunks", "stride", "deepest"])
-def _chunks_kernel(words, values, first, size, chunks, stride, deepest, ONLY: tl.constexpr, LANES: tl.constexpr):
-    """The message's chunks from `first` on, `chunks` of them: their columns of values [8, stride].
+@triton.jit
+def _word(data, place, last, split, there):
+    """The message's word that begins `split` bits before the data's word `place`: of that word and the one before it.
 
-    words: the message from there on, zeros up to the end of its last block. size: its bytes from there on. deepest:
-    blocks of the longest chunk. ONLY: it is one chunk, and this its root.
+    Beyond the data, whose last word is `last`, are zeros.
     """
-    chunk = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    low = tl.load(data + place - 1, mask=there & (place > 0) & (place <= last + 1), other=0).to(tl.uint32, bitcast=True)
+    high = tl.load(data + place, mask=there & (place >= 0) & (place <= last), other=0).to(tl.uint32, bitcast=True)
+    return (((high.to(tl.uint64) << 32) | low.to(tl.uint64)) >> (32 - split)).to(tl.uint32)
+
+
+@triton.jit
+def _of_prefix(prefix, word, whole):
+    return tl.load(prefix + word, mask=word <= whole, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["size", "chunks", "deepest", "whole", "split", "last"])
+def _chunks_kernel(prefix, data, values, size, chunks, deepest, whole, split, last, ONLY: tl.constexpr,
+                   LANES: tl.constexpr):
+    """The chaining values [8, chunks] of a message of `size` bytes: a prefix, and data behind it.
+
+    prefix, data: 32-bit words; the prefix fills `whole` of them and `split` bits of one more, whose others are 0. last:
+    the data's last word. deepest: blocks of the longest chunk. ONLY: the message is one chunk, and this its root.
+    """
+    chunk = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
     held = chunk < chunks
-    left = tl.minimum(tl.maximum(size - chunk.to(tl.int64) * 1024, 0), 1024).to(tl.int32)
+    left = tl.minimum(tl.maximum(size - chunk * 1024, 0), 1024).to(tl.int32)
     blocks = tl.maximum((left + 63) // 64, 1)
-    index = chunk.to(tl.int64) + first
-    counter_low = index.to(tl.uint32)
-    counter_high = (index >> 32).to(tl.uint32)
+    split = split.to(tl.uint64)
+    counter_low = chunk.to(tl.uint32)
+    counter_high = (chunk >> 32).to(tl.uint32)
     zero = counter_low ^ counter_low
     h0, h1, h2, h3 = zero + _IV0, zero + _IV1, zero + _IV2, zero + _IV3
     h4, h5, h6, h7 = zero + _IV4, zero + _IV5, zero + _IV6, zero + _IV7
     for block in range(deepest):
-        place = words + chunk.to(tl.int64) * 256 + block * 16
+        word = chunk * 256 + block * 16
+        place = word - whole
         there = held & (block < blocks)
-        m0 = tl.load(place, mask=there, other=0).to(tl.uint32, bitcast=True)
-        m1 = tl.load(place + 1, mask=there, other=0).to(tl.uint32, bitcast=True)
-        m2 = tl.load(place + 2, mask=there, other=0).to(tl.uint32, bitcast=True)
-        m3 = tl.load(place + 3, mask=there, other=0).to(tl.uint32, bitcast=True)
-        m4 = tl.load(place + 4, mask=there, other=0).to(tl.uint32, bitcast=True)
-        m5 = tl.load(place + 5, mask=there, other=0).to(tl.uint32, bitcast=True)
-        m6 = tl.load(place + 6, mask=there, other=0).to(tl.uint32, bitcast=True)
-        m7 = tl.load(place + 7, mask=there, other=0).to(tl.uint32, bitcast=True)
-        m8 = tl.load(place + 8, mask=there, other=0).to(tl.uint32, bitcast=True)
-        m9 = tl.load(place + 9, mask=there, other=0).to(tl.uint32, bitcast=True)
-        m10 = tl.load(place + 10, mask=there, other=0).to(tl.uint32, bitcast=True)
-        m11 = tl.load(place + 11, mask=there, other=0).to(tl.uint32, bitcast=True)
-        m12 = tl.load(place + 12, mask=there, other=0).to(tl.uint32, bitcast=True)
-        m13 = tl.load(place + 13, mask=there, other=0).to(tl.uint32, bitcast=True)
-        m14 = tl.load(place + 14, mask=there, other=0).to(tl.uint32, bitcast=True)
-        m15 = tl.load(place + 15, mask=there, other=0).to(tl.uint32, bitcast=True)
-        last = block == blocks - 1
-        flags = tl.where(last, 2, 0)
+        m0 = _word(data, place + 0, last, split, there)
+        m1 = _word(data, place + 1, last, split, there)
+        m2 = _word(data, place + 2, last, split, there)
+        m3 = _word(data, place + 3, last, split, there)
+        m4 = _word(data, place + 4, last, split, there)
+        m5 = _word(data, place + 5, last, split, there)
+        m6 = _word(data, place + 6, last, split, there)
+        m7 = _word(data, place + 7, last, split, there)
+        m8 = _word(data, place + 8, last, split, there)
+        m9 = _word(data, place + 9, last, split, there)
+        m10 = _word(data, place + 10, last, split, there)
+        m11 = _word(data, place + 11, last, split, there)
+        m12 = _word(data, place + 12, last, split, there)
+        m13 = _word(data, place + 13, last, split, there)
+        m14 = _word(data, place + 14, last, split, there)
+        m15 = _word(data, place + 15, last, split, there)
+        if tl.program_id(0) * LANES * 256 + block * 16 <= whole:
+            m0 = m0 | _of_prefix(prefix, word + 0, whole)
+            m1 = m1 | _of_prefix(prefix, word + 1, whole)
+            m2 = m2 | _of_prefix(prefix, word + 2, whole)
+            m3 = m3 | _of_prefix(prefix, word + 3, whole)
+            m4 = m4 | _of_prefix(prefix, word + 4, whole)
+            m5 = m5 | _of_prefix(prefix, word + 5, whole)
+            m6 = m6 | _of_prefix(prefix, word + 6, whole)
+            m7 = m7 | _of_prefix(prefix, word + 7, whole)
+            m8 = m8 | _of_prefix(prefix, word + 8, whole)
+            m9 = m9 | _of_prefix(prefix, word + 9, whole)
+            m10 = m10 | _of_prefix(prefix, word + 10, whole)
+            m11 = m11 | _of_prefix(prefix, word + 11, whole)
+            m12 = m12 | _of_prefix(prefix, word + 12, whole)
+            m13 = m13 | _of_prefix(prefix, word + 13, whole)
+            m14 = m14 | _of_prefix(prefix, word + 14, whole)
+            m15 = m15 | _of_prefix(prefix, word + 15, whole)
+        ends = block == blocks - 1
+        flags = tl.where(ends, _CHUNK_END, 0)
         if block == 0:
             flags = flags | _CHUNK_START
         if ONLY:
-            flags = tl.where(last, flags | _ROOT, flags)
+            flags = tl.where(ends, flags | _ROOT, flags)
         length = tl.minimum(tl.maximum(left - block * 64, 0), 64)
         n0, n1, n2, n3, n4, n5, n6, n7 = _compressed(
             h0, h1, h2, h3, h4, h5, h6, h7,
@@ -156,7 +191,7 @@ def _chunks_kernel(words, values, first, size, chunks, stride, deepest, ONLY: tl
         on = block < blocks
         h0, h1, h2, h3 = tl.where(on, n0, h0), tl.where(on, n1, h1), tl.where(on, n2, h2), tl.where(on, n3, h3)
         h4, h5, h6, h7 = tl.where(on, n4, h4), tl.where(on, n5, h5), tl.where(on, n6, h6), tl.where(on, n7, h7)
-    _store(values, stride, index, held, h0, h1, h2, h3, h4, h5, h6, h7)
+    _store(values, chunks, chunk, held, h0, h1, h2, h3, h4, h5, h6, h7)
 
 
 @triton.jit(do_not_specialize=["count", "stride", "trees", "levels"])
@@ -196,14 +231,22 @@ def _trees_kernel(values, roots, count, stride, trees, levels, SUBTREE: tl.const
     _store(roots, trees, tree + lane.to(tl.int64), lane == 0, r0, r1, r2, r3, r4, r5, r6, r7)
 
 
-def chunks(words: torch.Tensor, values: torch.Tensor, first: int, size: int, count: int) -> None:
-    """Columns first to first + count of values, int32 [8, C], from a message's int32 words from chunk `first` on."""
+def chunks(prefix: torch.Tensor, data: torch.Tensor, prefix_size: int, size: int) -> torch.Tensor:
+    """Chaining values, int32 [8, C], of all chunks of a message of `size` bytes, the first prefix_size those of prefix.
+
+    prefix: int32, one word more than prefix_size fills, zeros behind them. data: int32 [n], contiguous, zeros behind
+    the message's end.
+    """
+    values = torch.empty(8, max(1, triton.cdiv(size, CHUNK_BYTES)), dtype=torch.int32, device=data.device)
+    count = values.shape[1]
     deepest = triton.cdiv(min(max(size, 1), CHUNK_BYTES), 64)
+    whole, rest = divmod(prefix_size, 4)
     with on_device_of(values):
         _chunks_kernel[(triton.cdiv(count, LANES),)](
-            words, values, first, size, count, values.shape[1], deepest,
-            ONLY=values.shape[1] == 1, LANES=LANES, num_warps=4,
+            prefix, data, values, size, count, deepest, whole, rest * 8, len(data) - 1,
+            ONLY=count == 1, LANES=LANES, num_warps=4,
         )  # fmt: skip
+    return values
 
 
 def root(values: torch.Tensor) -> torch.Tensor:
@@ -213,7 +256,8 @@ def root(values: torch.Tensor) -> torch.Tensor:
         roots = values.new_empty(8, trees)
         with on_device_of(values):
             _trees_kernel[(trees,)](
-                values, roots, count, count, trees, (min(count, SUBTREE) - 1).bit_length(), SUBTREE=SUBTREE, num_warps=4
+                values, roots, count, count, trees, (min(count, SUBTREE) - 1).bit_length(), SUBTREE=SUBTREE,
+                num_warps=max(1, SUBTREE // 64),
             )
         values = roots
     return values[:, 0]
