@@ -171,7 +171,7 @@ prove: setup ## break every rule of docs/contract.md in turn and see its test fa
 	python -P dev/break_rules.py
 
 .PHONY: bench
-bench: setup ## speed and memory as ratios within one run, met or not
+bench: setup $(MODEL)/model.safetensors ## speed and memory as ratios within one run, met or not
 	python -P dev/bench.py
 
 .PHONY: bench-kernels

@@ -14,10 +14,13 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]  # the tests' fixtures make the scored attempts
 
 import bench_compare  # noqa: E402
+import bench_engine  # noqa: E402
 import bench_plan  # noqa: E402
 import bench_score  # noqa: E402
 import bench_seal  # noqa: E402
 from bench_timing import Result  # noqa: E402
+
+MODEL = HERE.parent / "models/smollm2-135m-instruct"
 
 
 def main() -> int:
@@ -34,6 +37,9 @@ def main() -> int:
         results.append(bench_seal.measure(large))
         say("scoring")  # last: it loads torch here, and what this process held counts towards its children's peak
         results.append(bench_score.measure(place))
+    say("teacher forcing")
+    throughput, _ = bench_engine.measure(MODEL)  # what reading back costs is asked of an 8B model on a GPU
+    results.append(throughput)
     for line in table(results):
         print(line)
     return 0 if all(result.met for result in results) else 1

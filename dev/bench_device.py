@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,15 +76,19 @@ def once_ms(function: Callable[[], object], flush: torch.Tensor | None = None) -
 
 
 def in_turns(functions: dict[str, Callable[[], object]], turns: int, *, flush: bool = False) -> dict[str, list[float]]:
-    """Times in ms of each function, one after the other in every turn, after one call each to warm up."""
+    """Times in ms of each function, one after the other in every turn, after one call each to warm up.
+
+    Each turn has an order of its own, the same in every run: what ran before leaves its clocks and its heat behind.
+    """
+    shuffled = random.Random(0)
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda") if flush else None
     for function in functions.values():
         function()
     torch.cuda.synchronize()
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(turns):
-        for name, function in functions.items():
-            times[name].append(once_ms(function, scratch))
+        for name in shuffled.sample(list(functions), len(functions)):
+            times[name].append(once_ms(functions[name], scratch))
     return times
 
 

@@ -1,6 +1,6 @@
 """make bench-kernels: the kernels beside their floors, their peers and their targets, on the GPU that is here.
 
-    python -P dev/bench_kernels.py [logprob] [linear] [attention]     all of them where none is named
+    python -P dev/bench_kernels.py [logprob] [linear] [policy] [attention]     all of them where none is named
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "kernels")]
 
-PARTS = ("logprob", "linear", "attention")
+PARTS = ("logprob", "linear", "policy", "attention")
 
 
 def main(names: list[str]) -> int:

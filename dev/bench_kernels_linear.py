@@ -12,7 +12,6 @@ import torch
 from bench_device import Row, Target, extra_bytes, in_turns, median_ratio
 from xdkernels.jit import head as kernels
 from xdkernels.linear_logprob import linear_selected_logprob
-from xdkernels.policy_loss import fused_policy_loss
 
 N, H, V = 8192, 4096, 151936
 SHAPE = f"[{N}, {H}] x [{V}, {H}]"
@@ -31,7 +30,6 @@ def measure(say: Callable[[str], None], read: float | None = None) -> tuple[list
     upstream = torch.randn(N, device="cuda")
     leaf = hidden.clone().requires_grad_()
     trained = weight.clone().requires_grad_()
-    advantages = torch.randn(N, device="cuda")
 
     def ours() -> torch.Tensor:
         return linear_selected_logprob(hidden, weight, ids, check=False)
@@ -44,19 +42,10 @@ def measure(say: Callable[[str], None], read: float | None = None) -> tuple[list
         wanted = (leaf,) if head is weight else (leaf, head)
         return torch.autograd.grad(logprobs, wanted, upstream)
 
-    old = ours() + 0.1 * torch.randn(N, device="cuda")
-
-    def policy() -> object:
-        loss, metrics = fused_policy_loss(
-            leaf, weight, ids, advantages, old, objective="cispo", eps_high=4.0, check=False
-        )
-        return torch.autograd.grad(loss, leaf), metrics
-
     say("head: ours beside the products alone")
-    floor = _beside_the_products(
+    floor = beside_the_products(
         hidden, weight,
-        {"ours": ours, "entropy": ours_with_entropy, "both": ours_both, "trained": lambda: ours_both(trained),
-         "policy": policy},
+        {"ours": ours, "entropy": ours_with_entropy, "both": ours_both, "trained": lambda: ours_both(trained)},
     )  # fmt: skip
     median = {name: statistics.median(times) for name, times in floor.items()}
 
@@ -65,9 +54,11 @@ def measure(say: Callable[[str], None], read: float | None = None) -> tuple[list
     error = float((ours()[:EXACT_ROWS].double() - exact).abs().max())
     same = _same_bits(hidden, weight, ids)
     same_gradient = _same_gradient_bits(hidden, weight, ids, upstream)
-    of_hidden = _gradient_error(hidden, weight, ids, upstream)
+    of_hidden = max(_gradient_errors(hidden, weight, ids, upstream))
+    of_trained = max(_gradient_errors(hidden, trained, ids, upstream))
+    same_trained = _same_gradient_bits(hidden, trained, ids, upstream)
     memory = {"ours": extra_bytes(ours), "both": extra_bytes(ours_both), "trained": extra_bytes(
-        lambda: ours_both(trained)), "policy": extra_bytes(policy)}  # fmt: skip
+        lambda: ours_both(trained))}  # fmt: skip
 
     one, two = median["product"], median["products"]
     rows = [
@@ -77,10 +68,8 @@ def measure(say: Callable[[str], None], read: float | None = None) -> tuple[list
         Row("linear_selected_logprob", "forward, entropy", median["entropy"], one),
         Row("linear_selected_logprob", "forward + backward, frozen", median["both"], two, of_hidden, same_gradient,
             memory["both"]),
-        Row("linear_selected_logprob", "forward + backward, trained", median["trained"], None, None, None,
-            memory["trained"]),
-        Row("fused_policy_loss cispo", "forward + backward, frozen", median["policy"], two, None, None,
-            memory["policy"]),
+        Row("linear_selected_logprob", "forward + backward, trained", median["trained"], 2 * two - one, of_trained,
+            same_trained, memory["trained"]),
     ]  # fmt: skip
     peers = _peers(hidden, weight, ids, leaf, exact, say)
     rows += peers
@@ -89,8 +78,6 @@ def measure(say: Callable[[str], None], read: float | None = None) -> tuple[list
         Target("head forward / torch.mm(out_dtype=float32)", median_ratio(floor["ours"], floor["product"]), 1.1, "x"),
         Target("head forward + backward, frozen / two products",
                median_ratio(floor["both"], floor["products"]), 1.1, "x"),
-        Target("policy loss forward + backward / two products",
-               median_ratio(floor["policy"], floor["products"]), 1.1, "x"),
         Target("head forward + backward, frozen / Liger", median["both"] / liger, 1.0, "x"),
         Target("head forward + backward, frozen: extra memory", memory["both"] / 2**30, 0.5, "GiB"),
         Target("head logprob against float64", error, 5e-5, "nats"),
@@ -100,7 +87,7 @@ def measure(say: Callable[[str], None], read: float | None = None) -> tuple[list
     return rows, targets
 
 
-def _beside_the_products(
+def beside_the_products(
     hidden: torch.Tensor, weight: torch.Tensor, functions: dict[str, Callable[[], object]]
 ) -> dict[str, list[float]]:
     """Times of the functions in turns with the head's product, float32 out, and with that and the product back."""
@@ -136,33 +123,47 @@ def _same_bits(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) ->
     return shows and all(torch.equal(found(rows), whole[rows]) for rows in batches)
 
 
-def _gradient_error(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, upstream: torch.Tensor) -> float:
-    """The largest difference of the first rows' gradient from float64."""
+def _gradient_errors(
+    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, upstream: torch.Tensor
+) -> list[float]:
+    """The largest difference from float64 of the first rows' gradient, and of their part in a trained head's."""
     rows = slice(64)
     leaf = hidden[rows].clone().requires_grad_()
-    found = torch.autograd.grad(linear_selected_logprob(leaf, weight, ids[rows]), leaf, upstream[rows])[0]
-    slope = torch.zeros(64, V, dtype=torch.float64, device="cuda")
-    for columns in torch.arange(V, device="cuda").split(16384):
-        slope[:, columns] = hidden[rows].double() @ weight[columns].double().mT
+    leaves = (leaf, weight) if weight.requires_grad else (leaf,)
+    logprobs = linear_selected_logprob(leaf, weight, ids[rows])
+    by_hidden, *by_weight = torch.autograd.grad(logprobs, leaves, upstream[rows])
+    head, tokens = weight.detach(), hidden[rows].double()
+    slope = torch.empty(64, V, dtype=torch.float64, device="cuda")
+    blocks = torch.arange(V, device="cuda").split(16384)
+    for columns in blocks:
+        slope[:, columns] = tokens @ head[columns].double().mT
     slope = torch.softmax(slope, dim=1).neg_()
     slope[torch.arange(64, device="cuda"), ids[rows]] += 1
-    want = sum(
-        slope[:, columns] @ weight[columns].double() for columns in torch.arange(V, device="cuda").split(16384)
-    )
-    return float((found.double() - want * upstream[rows].double()[:, None]).abs().max())
+    slope *= upstream[rows].double()[:, None]
+    want = sum(slope[:, columns] @ head[columns].double() for columns in blocks)
+    errors = [float((by_hidden.double() - want).abs().max())]
+    for found in by_weight:
+        parts = ((found[columns].double() - slope[:, columns].mT @ tokens).abs().max() for columns in blocks)
+        errors.append(float(max(parts)))
+    return errors
 
 
 def _same_gradient_bits(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, upstream: torch.Tensor
 ) -> bool:
+    """Of hidden's rows; a trained head's own gradient is a sum over them."""
+
     def found(rows: slice | torch.Tensor) -> torch.Tensor:
         leaf = hidden[rows].clone().requires_grad_()
         logprobs = linear_selected_logprob(leaf, weight, ids[rows])
-        return torch.autograd.grad(logprobs, leaf, upstream[rows])[0]
+        wanted = (leaf, weight) if weight.requires_grad else (leaf,)
+        return torch.autograd.grad(logprobs, wanted, upstream[rows])[0]
 
     whole = found(slice(None))
     batches = [slice(0, count) for count in BATCHES] + [slice(5000, 5007), torch.randperm(N, device="cuda")]
-    return all(torch.equal(found(rows), whole[rows]) for rows in batches)
+    other = whole.clone()  # negative control: one element, by its last bit
+    other.view(torch.int16)[0, 0] ^= 1
+    return not torch.equal(other, whole) and all(torch.equal(found(rows), whole[rows]) for rows in batches)
 
 
 def _peers(hidden, weight, ids, leaf, exact, say) -> list[Row]:

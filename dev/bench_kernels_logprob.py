@@ -8,11 +8,12 @@ from collections.abc import Callable
 import torch
 from bench_device import Row, Target, in_turns, median_ratio, read_bytes_per_s
 from xdkernels.logprob import selected_logprob, selected_logprob_partials
-from xdkernels.logsumexp import default_vocab_block, logprob_of_partials
+from xdkernels.logsumexp import Partials, default_vocab_block, logprob_of_partials, merge_logsumexp
 
 N, V = 8192, 151936
 SHAPE = f"[{N}, {V}] bfloat16"
 TURNS = 15
+SHARDS = 4
 EXACT_ROWS = 256
 BATCHES = (1, 7, 8, 64, 1000)
 
@@ -35,12 +36,14 @@ def measure(say: Callable[[str], None], read: float | None = None) -> tuple[list
     same = _same_bits(logits, ids, found)
     of_logits, same_gradient = _gradient(logits, ids)
     shards = _same_over_shards(logits[:64], ids[:64], found[:64])
+    shard_rows = _timed_shards(logits, ids, found, floor_ms, read)
     large = _large(ids)
     rows = [
         Row("selected_logprob", f"{SHAPE}, forward", median["forward"], floor_ms, error, same),
         Row("selected_logprob", "forward, entropy", median["entropy"], floor_ms),
         Row("selected_logprob", "backward (against a copy)", median["backward"], median["copy"], of_logits,
             same_gradient),
+        *shard_rows,
         Row("torch.compile of log_softmax and gather", "forward", median["compiled"], floor_ms),
     ]
     targets = [
@@ -115,6 +118,49 @@ def _same_over_shards(logits: torch.Tensor, ids: torch.Tensor, whole: torch.Tens
 
     other = merged(1, V)  # negative control
     return all(torch.equal(merged(count), whole) for count in (1, 2, 4)) and not torch.equal(other, whole)
+
+
+def _timed_shards(
+    logits: torch.Tensor, ids: torch.Tensor, whole: torch.Tensor, floor_ms: float, read: float
+) -> list[Row]:
+    """Four shards one after the other, as a rank each would hold them, and their merge."""
+    width = V // SHARDS
+    shards = [logits[:, first : first + width].contiguous() for first in range(0, V, width)]
+    block = default_vocab_block(V)
+
+    def partials(shard: int) -> tuple[Partials, torch.Tensor]:
+        return selected_logprob_partials(
+            shards[shard], ids, vocab=V, first=shard * width, vocab_block=block, check=False
+        )
+
+    parts = [partials(shard) for shard in range(SHARDS)]
+    sums, selected = map(list, zip(*parts, strict=True))
+    times = in_turns(
+        {
+            "shards": lambda: [partials(shard) for shard in range(SHARDS)],
+            "logprobs": lambda: logprob_of_partials(sums, selected),
+            "merge": lambda: merge_logsumexp(sums),
+        },
+        TURNS,
+    )
+    median = {name: statistics.median(found) for name, found in times.items()}
+    merged = logprob_of_partials(sums, selected)
+    same = torch.equal(merged, whole)
+    merge_ms = sum(each.numel() for part in sums for each in part[:2]) * 4 / read * 1e3
+    return [
+        Row("selected_logprob_partials", f"{SHARDS} shards, one after the other", median["shards"], floor_ms),
+        Row("logprob_of_partials", f"{SHARDS} shards' blocks, {V // block} in all", median["logprobs"], merge_ms, None,
+            same),
+        Row("merge_logsumexp", f"{SHARDS} shards' blocks, {V // block} in all", median["merge"], merge_ms,
+            _merge_error(logits, sums)),
+    ]  # fmt: skip
+
+
+def _merge_error(logits: torch.Tensor, sums: list[Partials]) -> float:
+    """Of the first rows' log-sum-exps, against float64."""
+    merged = merge_logsumexp(sums)
+    found = merged.maximum[:EXACT_ROWS].double() + merged.log_total[:EXACT_ROWS].double()
+    return float((found - logits[:EXACT_ROWS].double().logsumexp(dim=1)).abs().max())
 
 
 def _large(ids: torch.Tensor) -> float:

@@ -21,6 +21,8 @@ from libxd.tensors import TensorFile, raw_bytes
 if TYPE_CHECKING:
     import numpy as np
 
+    from libxd.runtimes.protocol import BytesElsewhere
+
 DTYPES = ("float32", "float16", "bfloat16")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -32,10 +34,21 @@ _QUIET_NAN_BFLOAT16 = 0x7FC0
 
 def parameter_digest(dtype: str, shape: Iterable[int], chunks: Iterable[bytes | memoryview | np.ndarray]) -> str:
     """BLAKE3 over `<dtype><shape as JSON>\\n` and a parameter's raw little-endian bytes, given in chunks."""
-    hasher = blake3(f"{dtype}{canon.dumps([int(size) for size in shape]).decode()}\n".encode())
+    hasher = blake3(_header(dtype, shape), max_threads=blake3.AUTO)
     for chunk in chunks:
         hasher.update(raw_bytes(chunk))
     return hasher.hexdigest()
+
+
+def held_digest(dtype: str, shape: Iterable[int], raw: bytes | BytesElsewhere) -> str:
+    """`parameter_digest` of what an engine holds: bytes here, or where they lie."""
+    if isinstance(raw, bytes):
+        return parameter_digest(dtype, shape, [raw])
+    return raw.blake3_hexdigest(_header(dtype, shape))
+
+
+def _header(dtype: str, shape: Iterable[int]) -> bytes:
+    return f"{dtype}{canon.dumps([int(size) for size in shape]).decode()}\n".encode()
 
 
 def parameter_digests(directory: str | os.PathLike[str], dtype: str) -> dict[str, str]:

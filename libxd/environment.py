@@ -62,10 +62,11 @@ VARIABLES = (
 VARIABLE_PREFIXES = ("TORCHDYNAMO_", "TORCHINDUCTOR_")
 THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_DYNAMIC", "OMP_NUM_THREADS", "OMP_SCHEDULE", "OPENBLAS_NUM_THREADS")
 
-#: parts of libxd, beside the runtime itself, that stand between an engine and its score file
+#: what stands, beside the runtime itself, between an engine and its score file
 SCORER_MODULES = (
     "libxd.checkpoint", "libxd.operators.session", "libxd.runtimes.live", "libxd.runtimes.protocol",
-    "libxd.runtimes.ranks", "libxd.runtimes.torch_engine", "libxd.scoring", "libxd.sequences",
+    "libxd.runtimes.ranks", "libxd.runtimes.torch_engine", "libxd.scoring", "libxd.sequences", "xdkernels.digest",
+    "xdkernels.jit.blake3",
 )  # fmt: skip
 
 

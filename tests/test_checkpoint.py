@@ -172,3 +172,14 @@ def test_a_cast_needs_no_more_memory_than_a_block(tmp_path):
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 32 << 20  # the tensor has 64 MiB
+
+
+def test_what_lies_on_a_device_has_the_digest_of_its_bytes():
+    torch = pytest.importorskip("torch")
+    from libxd.runtimes.live import DeviceBytes, raw_bytes
+
+    held = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)).bfloat16().mT
+    here = checkpoint.held_digest("bfloat16", (3, 7), raw_bytes(held))
+    assert here == checkpoint.held_digest("bfloat16", (3, 7), DeviceBytes(held))
+    assert here != checkpoint.held_digest("bfloat16", (7, 3), DeviceBytes(held))
+    assert here != checkpoint.held_digest("bfloat16", (3, 7), DeviceBytes(held.mT))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LEFT_ON_DEVICE = 2**16  # bytes; what is smaller is fetched as fast as kernels are launched
 
 
 def numerics() -> dict[str, Any]:
@@ -51,8 +53,23 @@ def _reading(read: Callable[[], Any]) -> Any:
         return "contradictory"
 
 
-def raw_bytes(tensor: Tensor) -> bytes:
-    """A tensor's elements as little-endian bytes, from whatever device holds them."""
+@dataclass(frozen=True)
+class DeviceBytes:
+    """A tensor's elements on a GPU, whose digest is made there: weights of an 8B model would take seconds to fetch."""
+
+    tensor: Tensor
+
+    def blake3_hexdigest(self, prefix: bytes) -> str:
+        """BLAKE3 over the prefix and the elements, in row-major order. GPUs are little-endian."""
+        from xdkernels.digest import blake3_hexdigest
+
+        return blake3_hexdigest(self.tensor, prefix)
+
+
+def raw_bytes(tensor: Tensor) -> bytes | DeviceBytes:
+    """A tensor's elements as little-endian bytes; those of a large one on a GPU stay there."""
+    if tensor.is_cuda and tensor.numel() * tensor.element_size() >= _LEFT_ON_DEVICE:
+        return DeviceBytes(tensor)
     width = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
     return tensor.detach().cpu().contiguous().view(width).numpy().astype(f"<i{tensor.element_size()}").tobytes()
 

@@ -139,6 +139,13 @@ class Scores:
     logits_dtype: str | None
 
 
+class BytesElsewhere(Protocol):
+    """Little-endian bytes in a device's memory. They may change when the iterator that gave them goes on."""
+
+    def blake3_hexdigest(self, prefix: bytes) -> str:
+        """BLAKE3 (64 hex digits) over the prefix and them."""
+
+
 class Engine(Protocol):
     """A live scorer. An engine shows every knob of its side in `settings` or, once it has scored, in `behaviour`."""
 
@@ -151,7 +158,7 @@ class Engine(Protocol):
     def state(self) -> dict[str, Any]:
         """{"mode": "eval" | "train", "optimizer": bool} as the model and the process are now."""
 
-    def parameters(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
+    def parameters(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes | BytesElsewhere]]:
         """The weights held now: Hugging Face name, dtype name, shape, raw little-endian bytes."""
 
     def buffers(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:

@@ -48,11 +48,11 @@ class Snapshot:
         """Digest every weight and buffer the engine holds now. Several dtypes of weights are named joined by "+"."""
         digests, dtypes = {}, set()
         for name, dtype, shape, raw in engine.parameters():
-            digests[name] = checkpoint.parameter_digest(dtype, shape, [raw])
+            digests[name] = checkpoint.held_digest(dtype, shape, raw)
             dtypes.add(dtype)
         state = engine.state()
         buffers = {
-            name: {"dtype": dtype, "digest": checkpoint.parameter_digest(dtype, shape, [raw])}
+            name: {"dtype": dtype, "digest": checkpoint.held_digest(dtype, shape, raw)}
             for name, dtype, shape, raw in engine.buffers()
         }
         return cls(digests, "+".join(sorted(dtypes)), state["mode"], bool(state["optimizer"]), buffers)

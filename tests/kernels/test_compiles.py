@@ -38,6 +38,15 @@ print(*sorted(set(compiled)))
 """
 
 LAUNCHES = {
+    "blake3": (
+        """
+from xdkernels.jit import blake3
+for chunks in (1, 3000):
+    data = torch.zeros(chunks * 256 - 1, dtype=torch.int32)
+    blake3.root(blake3.chunks(data[:1], data, 3, chunks * 1024 - 1))
+""",
+        "_chunks_kernel _trees_kernel",
+    ),
     "logprob": (
         """
 from xdkernels.jit import logprob, logsumexp

@@ -6,12 +6,11 @@ Shapes: M rows, L columns, H hidden size, V vocabulary, N logprobs taken at once
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,8 +32,8 @@ from libxd.runtimes.torch_engine import TorchEngine
 from libxd.scoring.observer import Observer, Row
 from libxd.sequences import Sequences
 
-#: name, which part of the whole, whether other ranks hold a copy, dtype name, shape, and what gives the raw bytes
-Part = tuple[str, tuple[int, ...], bool, str, tuple[int, ...], Callable[[], bytes]]
+#: a parameter's name, which part of it, whether other ranks hold a copy of that, and the part
+Part = tuple[str, tuple[int, ...], bool, Tensor]
 
 
 class Engine(TorchEngine):
@@ -99,8 +98,7 @@ class Engine(TorchEngine):
                 sharded = [dim for dim, placement in enumerate(held.placements) if placement.is_shard()]
                 part = tuple(mesh.get_local_rank(dim) for dim in sharded)
                 copies //= math.prod(mesh.size(dim) for dim in sharded)
-            yield (name, part, copies > 1, live.DTYPE_NAMES[local.dtype], tuple(local.shape),
-                   functools.partial(live.raw_bytes, local))  # fmt: skip
+            yield name, part, copies > 1, local
 
     def not_parameters(self) -> list[str]:
         """Persistent buffers, and what old exports hold of tables that models compute today."""

@@ -12,7 +12,7 @@ from libxd import canon, checkpoint
 from libxd.environment import SCORER_MODULES, sources_digest
 from libxd.operators import catalog
 from libxd.operators.session import OperatorSession
-from libxd.runtimes import registry
+from libxd.runtimes import live, registry
 from libxd.runtimes.protocol import EngineContext, Observation, ObservedInputs, Request, Scores
 from libxd.sequences import Sequences
 
@@ -83,16 +83,18 @@ class Rank:
     def copies(self) -> dict[tuple[str, Any], str]:
         """Digest of each part of a weight that other ranks hold a copy of, by name and part."""
         return {
-            (name, part): checkpoint.parameter_digest(dtype, shape, [raw()])
-            for name, part, shared, dtype, shape, raw in self.engine.parts()
+            (name, part): checkpoint.held_digest(live.DTYPE_NAMES[held.dtype], held.shape, live.raw_bytes(held))
+            for name, part, shared, held in self.engine.parts()
             if shared
         }
 
     def part(self, wanted: tuple[str, Any]) -> tuple[str, str, tuple[int, ...], bytes] | None:
         """One part of a weight as this rank holds it: name, dtype name, shape, raw bytes. None: it holds another."""
-        for name, part, _, dtype, shape, raw in self.engine.parts():
+        for name, part, _, held in self.engine.parts():
             if (name, part) == wanted:
-                return name, dtype, shape, raw()
+                raw = live.raw_bytes(held.cpu())  # on its way to rank 0
+                assert isinstance(raw, bytes)
+                return name, live.DTYPE_NAMES[held.dtype], tuple(held.shape), raw
         return None
 
     def parameters(self) -> None:
