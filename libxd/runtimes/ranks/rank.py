@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from libxd import canon, checkpoint
+from libxd import canon, checkpoint, plugins
 from libxd.environment import SCORER_MODULES, sources_digest
 from libxd.operators import catalog
 from libxd.operators.session import OperatorSession
@@ -77,7 +77,7 @@ class Rank:
 
     def conditions(self) -> dict[str, Any]:
         """What must be the same on all ranks, and is no part of an engine: numeric state, and the builds of xd."""
-        modules = (*SCORER_MODULES, type(self._runtime).__module__.rpartition(".")[0])
+        modules = (*SCORER_MODULES, plugins.entries(registry.GROUP)[self._runtime.name].module)
         return {"numerics": self._runtime.numerics(), "builds": {name: sources_digest(name) for name in modules}}
 
     def copies(self) -> dict[tuple[str, Any], str]:
