@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -53,8 +54,14 @@ def _reading(read: Callable[[], Any]) -> Any:
 
 def raw_bytes(tensor: Tensor) -> bytes:
     """A tensor's elements as little-endian bytes, from whatever device holds them."""
+    return raw_integers(tensor).tobytes()
+
+
+def raw_integers(tensor: Tensor) -> np.ndarray:
+    """The same as little-endian integers of the elements' bits, in the tensor's shape."""
     width = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    return tensor.detach().cpu().contiguous().view(width).numpy().astype(f"<i{tensor.element_size()}").tobytes()
+    held = tensor.detach().cpu().contiguous().view(width).numpy()
+    return held.astype(f"<i{tensor.element_size()}", copy=False)
 
 
 def buffers(model: nn.Module) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:

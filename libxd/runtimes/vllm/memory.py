@@ -23,7 +23,8 @@ _PROCESS_BYTES = {"cpu": 3 << 29, "cuda": 3 << 30}
 
 @dataclass(frozen=True)
 class Sizes:
-    """requests: at once; length: the longest, in tokens; forward: tokens that may go in together; cache: bytes."""
+    """requests: at once; length: the longest, in tokens; forward: tokens that may go in together; cache: a rank's
+    bytes."""
 
     requests: int
     length: int
@@ -35,7 +36,7 @@ def of(engine: dict[str, Any], locations: dict[str, Any]) -> Sizes:
     """The sizes for these frozen sequences. XdError 65 when the config does not say a model's sizes."""
     directory, lengths = locations["checkpoint"], sizes.lengths(locations.get("sequences"))
     try:
-        token = sizes.token_cache(sizes.text(checkpoint.config_of(directory)), BYTES[engine["dtype"]])
+        token = _token_cache(sizes.text(checkpoint.config_of(directory)), engine)
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise XdError(f"a model's config says its sizes: {type(error).__name__}: {error}", code="bad-checkpoint",
                       where=os.path.join(directory, "config.json")) from error  # fmt: skip
@@ -48,10 +49,18 @@ def of(engine: dict[str, Any], locations: dict[str, Any]) -> Sizes:
     return Sizes(max(len(lengths), 1), longest, max(forward, longest), blocks * block * token)
 
 
+def _token_cache(config: dict[str, Any], engine: dict[str, Any]) -> int:
+    """Bytes of a token's keys and values on one rank, which has a part of the heads, or at least one."""
+    whole = sizes.token_cache(config, BYTES[engine["dtype"]])
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    return whole // heads * max(1, heads // engine["tensor_parallel_size"])
+
+
 def estimate(engine: dict[str, Any], locations: dict[str, Any]) -> int:
     """Bytes, roughly: weights (on a CPU the head is packed beside the embedding), cache, activations, the process.
 
-    0 when the checkpoint is not at hand. XdError as reading a checkpoint.
+    On a CPU of all ranks, which share the memory; on CUDA of one, which has a device of its own. 0 when the checkpoint
+    is not at hand. XdError as reading a checkpoint.
     """
     directory = locations["checkpoint"]
     if not directory:
@@ -63,5 +72,7 @@ def estimate(engine: dict[str, Any], locations: dict[str, Any]) -> int:
     row = (6 * config["hidden_size"] + 3 * (config.get("intermediate_size") or 4 * config["hidden_size"])) * width
     rows = wanted.length if engine["mode"] == "prefill" else wanted.requests
     logits = rows * config["vocab_size"] * (width + 2 * BYTES["float32"])
-    held = sizes.weights(directory, width) + head + wanted.cache
-    return held + wanted.forward * row + logits + _PROCESS_BYTES[engine["device"]]
+    split = sizes.weights(directory, width) + head
+    of_each = wanted.cache + wanted.forward * row + logits + _PROCESS_BYTES[engine["device"]]
+    ranks = engine["tensor_parallel_size"]
+    return split // ranks + of_each if engine["device"] == "cuda" else split + ranks * of_each
