@@ -66,6 +66,13 @@ def test_other_weights_are_seen_inside_the_engine(answer):
     assert answer["other"] == [answer["expected"]]  # one element of one part of a fused, packed layer
 
 
+@pytest.mark.answer("packed_twice")
+def test_a_packed_layer_is_recovered_once_and_again_when_its_product_is_another_one(answer):
+    first, second, third = answer["counts"]
+    assert first == second == 9 and third == 10  # 2 layers of 4 matrices, and the head
+    assert answer["changed"] == [[], ["model.layers.0.self_attn.o_proj.weight"]]
+
+
 @pytest.mark.answer("head_alone")
 def test_a_tied_head_that_holds_something_else_than_its_embedding_shows(answer):
     assert answer == ["lm_head.weight", "model.embed_tokens.weight"]

@@ -282,6 +282,32 @@ def reloaded(place: Place) -> dict[str, Any]:
     return {"same": same, "other": sorted(before.changed(Snapshot.take(engine))), "expected": name}
 
 
+def packed_twice(place: Place) -> dict[str, Any]:
+    """How often a packed layer is asked for all that it holds, snapshot after snapshot; its copy gone wrong at last."""
+    from vllm import _custom_ops
+
+    from libxd.runtimes.vllm import weights
+
+    engine, asked, honest = place.open(), [], _custom_ops.onednn_mm
+
+    def recover(module: Any, inputs: int) -> Any:
+        asked.append(module)
+        return recovered(module, inputs)
+
+    recovered = weights._recover
+    with mock.patch.object(weights, "_recover", recover):
+        counts, taken = [], []
+        for _ in range(2):
+            taken.append(Snapshot.take(engine))
+            counts.append(len(asked))
+        wrong = asked[1].cpu_linear.__closure__[0].cell_contents
+        with mock.patch.object(_custom_ops, "onednn_mm",
+                               lambda h, x, bias: honest(h, x, bias) * (1 + (h is wrong))):  # fmt: skip
+            taken.append(Snapshot.take(engine))
+            counts.append(len(asked))
+    return {"counts": counts, "changed": [sorted(taken[0].changed(later)) for later in taken[1:]]}
+
+
 def head_alone(place: Place) -> list[str]:
     """Names that show when a tied head's packed copy is not what the embedding holds."""
     engine = place.open()
@@ -448,8 +474,8 @@ def refused(place: Place) -> dict[str, Any]:
     return found
 
 
-ANSWERS = (weights, own_logprobs, prompt_logprobs, evidence, crossed, uncached, operators, reloaded, head_alone,
-           not_numbers, two_ranks, compiled, refused)  # fmt: skip
+ANSWERS = (weights, own_logprobs, prompt_logprobs, evidence, crossed, uncached, operators, reloaded, packed_twice,
+           head_alone, not_numbers, two_ranks, compiled, refused)  # fmt: skip
 
 
 def main() -> None:

@@ -57,9 +57,10 @@ def _token_cache(config: dict[str, Any], engine: dict[str, Any]) -> int:
 
 
 def estimate(engine: dict[str, Any], locations: dict[str, Any]) -> int:
-    """Bytes, roughly: weights (on a CPU the head is packed beside the embedding), cache, activations, the process.
+    """Bytes, roughly: weights, cache, activations, the process.
 
-    On a CPU of all ranks, which share the memory; on CUDA of one, which has a device of its own. 0 when the checkpoint
+    On a CPU of all ranks, which share the memory, with the head packed beside the embedding, and all that is packed
+    kept beside it as it was recovered. On CUDA of one rank, which has a device of its own. 0 when the checkpoint
     is not at hand. XdError as reading a checkpoint.
     """
     directory = locations["checkpoint"]
@@ -67,12 +68,14 @@ def estimate(engine: dict[str, Any], locations: dict[str, Any]) -> int:
         return 0
     width = BYTES[engine["dtype"]]
     wanted, config = of(engine, locations), sizes.text(checkpoint.config_of(directory))
-    head = config["vocab_size"] * config["hidden_size"] * width if engine["device"] == "cpu" else 0
+    head = config["vocab_size"] * config["hidden_size"] * width
     # residual, its norm, queries, keys, values and output, and the three products of a gated MLP
     row = (6 * config["hidden_size"] + 3 * (config.get("intermediate_size") or 4 * config["hidden_size"])) * width
     rows = wanted.length if engine["mode"] == "prefill" else wanted.requests
     logits = rows * config["vocab_size"] * (width + 2 * BYTES["float32"])
-    split = sizes.weights(directory, width) + head
+    weights = sizes.weights(directory, width)
     of_each = wanted.cache + wanted.forward * row + logits + _PROCESS_BYTES[engine["device"]]
     ranks = engine["tensor_parallel_size"]
-    return split // ranks + of_each if engine["device"] == "cuda" else split + ranks * of_each
+    if engine["device"] == "cuda":
+        return weights // ranks + of_each
+    return 2 * (weights + head) + ranks * of_each

@@ -6,11 +6,16 @@ identity matrix: a sum of one weight and of zeros, which is exact in every dtype
 zero comes out as a positive one (no product depends on it), and a weight that is no number spoils its whole row; both
 make weights look foreign that are not, never the other way round.
 
+That costs as much as a forward of K tokens, and a packed copy is never written to: vLLM packs anew what it loads. So
+what was recovered is kept, and holds for as long as the layer has that very copy and, asked again, the product of some
+rows by it is bit for bit what it was.
+
 Shapes: N outputs, K inputs of a rank's layer.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,8 +27,19 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from libxd.runtimes.vllm.shards import HEAD, Part
 
-#: rows of the identity that go through a layer together
-_ROWS = 1024
+#: rows of the identity that go through a layer together, and of what a layer is probed with
+_ROWS, _PROBES = 1024, 8
+
+
+class _Recovered(NamedTuple):
+    """What a packed layer holds: `weight` [N, K], found when `packed` gave `probed` [_PROBES, N] for the probe."""
+
+    packed: Callable[..., Tensor]
+    probed: Tensor
+    weight: Tensor
+
+
+_recovered: weakref.WeakKeyDictionary[nn.Module, _Recovered] = weakref.WeakKeyDictionary()
 
 
 class Group(NamedTuple):
@@ -115,11 +131,29 @@ def _held(module: Any, inputs: int) -> Tensor:
     packed = getattr(module, "cpu_linear", nn.functional.linear)
     if packed is nn.functional.linear:
         return module.weight.detach()
+    probed = _product(module, _probe(inputs, module.weight.dtype))
+    known = _recovered.get(module)
+    if known is None or known.packed is not packed or not torch.equal(known.probed, probed):
+        known = _recovered[module] = _Recovered(packed, probed, _recover(module, inputs))
+    return known.weight
+
+
+def _recover(module: Any, inputs: int) -> Tensor:
+    """[N, K] by the identity matrix, some rows of it at a time."""
     columns = []
-    with torch.inference_mode():
-        for first in range(0, inputs, _ROWS):
-            rows = min(_ROWS, inputs - first)
-            units = torch.zeros(rows, inputs, dtype=module.weight.dtype)
-            units[torch.arange(rows), torch.arange(first, first + rows)] = 1
-            columns.append(module.quant_method.apply(module, units, None).t())
+    for first in range(0, inputs, _ROWS):
+        rows = min(_ROWS, inputs - first)
+        units = torch.zeros(rows, inputs, dtype=module.weight.dtype)
+        units[torch.arange(rows), torch.arange(first, first + rows)] = 1
+        columns.append(_product(module, units).t())
     return torch.cat(columns, dim=1)
+
+
+def _product(module: Any, rows: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return module.quant_method.apply(module, rows, None)
+
+
+def _probe(inputs: int, dtype: torch.dtype) -> Tensor:
+    """[_PROBES, K], the same at every call."""
+    return torch.randn(_PROBES, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
