@@ -116,6 +116,29 @@ def test_batch_invariance_is_no_obstacle_on_cuda():
     assert plan(device="cuda", machine={"variables": {"VLLM_BATCH_INVARIANT": "1"}}).refusals == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "variables", "named"),
+    [
+        ({}, {}, {}),
+        ({"device": "cuda"}, {}, {"float32_matmul_precision": "highest", "matmul_tf32": False}),
+        ({"device": "cuda"}, {"VLLM_FLOAT32_MATMUL_PRECISION": "high"},
+         {"float32_matmul_precision": "high", "matmul_tf32": True}),
+        ({"device": "cuda"}, {"VLLM_BATCH_INVARIANT": "1"},
+         {"float32_matmul_precision": "highest", "matmul_tf32": False, "cudnn_tf32": "contradictory",
+          "matmul_fp16_reduced_precision_reduction": False, "matmul_bf16_reduced_precision_reduction": False}),
+        # workers have a state of their own, and this process keeps the one it began with
+        ({"device": "cuda", "rollout__tensor_parallel_size": 2}, {"VLLM_BATCH_INVARIANT": "1"}, {}),
+    ],
+)  # fmt: skip
+def test_numeric_state_that_vllm_sets_by_its_variables_is_materialised(changes, variables, named):
+    pytest.importorskip("torch")
+    from libxd.runtimes import live
+
+    engine = plan(**changes, machine={**FOUR, "variables": variables}).engine
+    assert {name: value for name, value in engine.items() if name in live.numerics()} == named
+    assert set(variables) <= set(environment.VARIABLES)
+
+
 def test_an_engine_that_is_sized_for_other_sequences_is_not_kept():
     made = row()
     made["identity"]["sequences"] = {**made["identity"]["sequences"], "digest": "d" * 64}

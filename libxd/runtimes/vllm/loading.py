@@ -17,6 +17,8 @@ from libxd.runtimes.vllm import memory
 _NO_ROOM = ("requested memory for kv", "KV cache memory", "No available memory for the cache blocks")
 #: and that one of its workers has failed before it was ready
 _WORKER_FAILED = "WorkerProc initialization failed"
+#: vLLM does not start when less than this part of a GPU is free, whatever it is going to take
+_OF_DEVICE: dict[str, dict[str, Any]] = {"cpu": {}, "cuda": {"gpu_memory_utilization": 0.01}}
 
 
 def load(locations: dict[str, Any], engine: dict[str, Any]) -> LLM:
@@ -42,6 +44,7 @@ def load(locations: dict[str, Any], engine: dict[str, Any]) -> LLM:
             max_num_seqs=sizes.requests,
             max_num_batched_tokens=sizes.forward,
             kv_cache_memory_bytes=sizes.cache,
+            **_OF_DEVICE[engine["device"]],
             tensor_parallel_size=engine["tensor_parallel_size"],
             async_scheduling=False,
             skip_tokenizer_init=True,

@@ -68,7 +68,7 @@ class Vllm:
         device = row["scenario"]["device"]
         return SidePlan(
             records,
-            engine={"device": device, **construction, **world},
+            engine={"device": device, **construction, **world, **machine.numerics(world["tensor_parallel_size"])},
             construction=construction,
             context=world,
             process={"device": device, "variables": machine.process_variables(world["tensor_parallel_size"]), **world},
@@ -132,6 +132,22 @@ class _Machine:
     def process_variables(self, ranks: int | None) -> dict[str, str]:
         """Of an engine of so many ranks; None: it is not to be built."""
         return process.variables(self._device, ranks or 1, self._variables)
+
+    def numerics(self, ranks: int | None) -> dict[str, Any]:
+        """The numeric state that vLLM's variables put the process of its only rank into, as `live.numerics` names it.
+
+        In its batch-invariant mode it sets the precision of cuDNN's operations one by one, and torch has no answer then
+        to whether cuDNN uses TF32.
+        """
+        if self._device != "cuda" or (ranks or 1) > 1:
+            return {}
+        precision = self._variables.get("VLLM_FLOAT32_MATMUL_PRECISION", "highest")
+        found = {"float32_matmul_precision": precision, "matmul_tf32": precision != "highest"}
+        if self._variables.get("VLLM_BATCH_INVARIANT", "0") == "0":
+            return found
+        return {"float32_matmul_precision": "highest", "matmul_tf32": False, "cudnn_tf32": "contradictory",
+                "matmul_fp16_reduced_precision_reduction": False,
+                "matmul_bf16_reduced_precision_reduction": False}  # fmt: skip
 
     def tensor_parallel(self, size: int) -> str | None:
         """What planning does not know of: it sees to it that the heads divide."""
