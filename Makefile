@@ -47,6 +47,7 @@ POLICY_smollm2 ?= --runtime hf
 POLICY_smollm2-fp32 ?= --runtime hf
 POLICY_smollm2-cuda ?= --runtime hf
 POLICY_smollm2-vllm ?= --runtime-rollout vllm --runtime-training hf
+POLICY_smollm2-vllm-cuda ?= --runtime-rollout vllm --runtime-training hf
 POLICY ?= $(or $(POLICY_$(EXP)),$(error no policy for EXP=$(EXP): give POLICY='--runtime NAME' with a runtime such as cpu-smoke or hf))
 
 # Processes that tests are spread over: each may hold a model or two, so not one a core.
@@ -59,6 +60,7 @@ REPEATS_smollm2 ?= 1
 REPEATS_smollm2-fp32 ?= 1
 REPEATS_smollm2-cuda ?= 1
 REPEATS_smollm2-vllm ?= 1
+REPEATS_smollm2-vllm-cuda ?= 1
 ifndef REPEATS
 REPEATS := $(or $(REPEATS_$(EXP)),0)
 endif
@@ -69,6 +71,7 @@ NEEDS_smollm2 := sequences/smollm2.safetensors
 NEEDS_smollm2-fp32 := sequences/smollm2.safetensors
 NEEDS_smollm2-cuda := sequences/smollm2.safetensors
 NEEDS_smollm2-vllm := sequences/smollm2.safetensors
+NEEDS_smollm2-vllm-cuda := sequences/smollm2.safetensors
 
 # How the frozen sequences of the real model are sampled.
 ROLLOUT_smollm2 ?= --limit 8 --samples 2 --max-new-tokens 48 --temperature 1.0 --top-p 1.0 --seed 0 --batch-size 8

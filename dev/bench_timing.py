@@ -18,16 +18,25 @@ ENVIRONMENT = {**os.environ, "XD_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the table. A ratio above `limit` is not met; `detail` says what was set beside what."""
+    """One line of the table. A ratio above `limit` is not met; `detail` says what was set beside what.
+
+    No ratio: it was not run, and `detail` says why.
+    """
 
     what: str
-    ratio: float
+    ratio: float | None
     limit: float
     detail: str
 
     @property
-    def met(self) -> bool:
-        return self.ratio <= self.limit
+    def failed(self) -> bool:
+        return self.ratio is not None and self.ratio > self.limit
+
+    @property
+    def verdict(self) -> str:
+        if self.ratio is None:
+            return "not run"
+        return "not met" if self.failed else "met"
 
 
 def tool(name: str, *arguments: object) -> list[str]:

@@ -189,6 +189,38 @@ def test_selected_ids_are_those_whose_logprobs_were_taken():
     assert (observer.observed(kept=False).token_ids == IDS).all()
 
 
+# -- several ranks
+
+
+def test_what_all_ranks_saw_is_what_is_seen():
+    ranks = [seen(right_padded(), ROWS_RIGHT) for _ in range(2)]
+    for rank in ranks:
+        rank.selected(np.array([1, 6]), IDS[[1, 6]])
+    observer = Observer(CU_SEQLENS)
+    observer.take_over(ranks)
+    shown, alone = observer.observed(kept=False), ranks[0].observed(kept=False)
+    assert (shown.token_ids == IDS).all() and (shown.positions == POSITIONS).all() and shown.attention_mask.all()
+    assert (shown.selected_ids == alone.selected_ids).all() and (shown.scored == alone.scored).all()
+    assert shown.forwards == alone.forwards
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "shown"),
+    [("token_ids", 99, -1), ("positions", 0, -1), ("selected_ids", 99, -1), ("attention_mask", False, False),
+     ("scored", False, False)],
+)  # fmt: skip
+@pytest.mark.parametrize("odd", [0, 1])
+def test_what_one_rank_saw_otherwise_was_not_seen(what, value, shown, odd):
+    ranks = [seen(right_padded(), ROWS_RIGHT) for _ in range(2)]
+    for rank in ranks:
+        rank.selected(np.arange(8), IDS)
+    getattr(ranks[odd], what)[6] = value
+    observer = Observer(CU_SEQLENS)
+    observer.take_over(ranks)
+    found = getattr(observer.observed(kept=False), what)
+    assert found[6] == shown and (np.delete(found, 6) == np.delete(getattr(ranks[1 - odd], what), 6)).all()
+
+
 # -- what the forwards tell
 
 

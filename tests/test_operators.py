@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import subprocess
 import sys
 import types
@@ -299,6 +300,20 @@ def test_an_operator_counts_its_calls_and_keeps_what_it_gave(session):
     assert operator.temperatures == {0.5} and operator.logits_given == set(given)
     ids, values = operator.returned()
     assert ids.tolist() == [0, 1, 1, 1, 2, 1] and values.tolist() == [v for each in kept for v in each.tolist()]
+
+
+def test_calls_of_a_copy_in_another_process_count_as_its_own():
+    torch = pytest.importorskip("torch")
+    session = OperatorSession(catalog.load(False))
+    session.resolve("rollout", binding("native"))
+    operator = session.instance("rollout")
+    logits, ids = torch.randn(2, 5), torch.tensor([1, 4])
+    operator(logits, ids)
+    copy = pickle.loads(pickle.dumps(operator))
+    copy(logits + 1, ids, 0.5)
+    operator.take_over(copy)
+    assert operator.calls == 2 and operator.temperatures == {1.0, 0.5} and len(operator.logits_given) == 2
+    assert operator.returned()[0].tolist() == [1, 4, 1, 4]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

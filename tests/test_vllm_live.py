@@ -66,6 +66,13 @@ def test_other_weights_are_seen_inside_the_engine(answer):
     assert answer["other"] == [answer["expected"]]  # one element of one part of a fused, packed layer
 
 
+@pytest.mark.answer("packed_twice")
+def test_a_packed_layer_is_recovered_once_and_again_when_its_product_is_another_one(answer):
+    first, second, third = answer["counts"]
+    assert first == second == 9 and third == 10  # 2 layers of 4 matrices, and the head
+    assert answer["changed"] == [[], ["model.layers.0.self_attn.o_proj.weight"]]
+
+
 @pytest.mark.answer("head_alone")
 def test_a_tied_head_that_holds_something_else_than_its_embedding_shows(answer):
     assert answer == ["lm_head.weight", "model.embed_tokens.weight"]
@@ -123,7 +130,7 @@ def test_every_frozen_token_is_fed_or_shared_and_seen(answer):
         assert caching["value"] is True
         assert caching["evidence"]["hits"] == caching["evidence"]["not_fed"] == frozen_tokens - scored["fed_tokens"] > 0
         eager = scored["behaviour"]["rollout.enforce_eager"]
-        assert eager["value"] is True and eager["evidence"]["first_layer_calls"] == eager["evidence"]["forwards"]
+        assert eager["value"] is True and eager["evidence"]["first_layer_calls"] == [eager["evidence"]["forwards"]]
 
 
 @pytest.mark.answer("crossed")
@@ -163,9 +170,52 @@ def test_without_prefix_caching_every_token_is_fed(answer, asked):
 def test_a_compiled_forward_is_counted_and_depends_on_no_scoring_before(answer):
     seen = answer["behaviour"]["rollout.enforce_eager"]
     assert seen["value"] is False
-    assert seen["evidence"]["first_layer_calls"] == 0 and seen["evidence"]["graph_runs"] >= seen["evidence"]["forwards"]
+    (graph_runs,) = seen["evidence"]["graph_runs"]
+    assert seen["evidence"]["first_layer_calls"] == [0] and graph_runs >= seen["evidence"]["forwards"]
     first, _, again = answer["runs"]
     assert again == first
+
+
+# -- tensor parallel
+
+
+@pytest.mark.answer("two_ranks")
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_world_is_read_back_from_the_ranks(answer, size):
+    found = answer[str(size)]
+    shown = {name: seen["value"] for name, seen in {**found["settings"], **found["behaviour"]}.items()}
+    assert shown == {
+        "rollout.tensor_parallel_size": size, "rollout.context_parallel_size": 1, "rollout.dtype": "float32",
+        "rollout.enable_prefix_caching": True, "rollout.enforce_eager": True, "batch.size": 4, "logp.backend": "native",
+    }  # fmt: skip
+    assert found["settings"]["rollout.tensor_parallel_size"]["evidence"]["ranks"] == list(range(size))
+    assert found["fed"] and found["changed"] == {} and found["state"] == {"mode": "eval", "optimizer": False}
+    assert len(found["described"].get("rank_numerics", [])) == (size if size > 1 else 0)
+
+
+@pytest.mark.answer("two_ranks")
+def test_weights_that_are_split_over_ranks_are_put_together(answer):
+    """Fused, packed, biased ones, split by rows or columns, and a vocabulary whose last rank has fewer rows."""
+    held, expected = answer["digests"]
+    assert held == expected and len(held) > 20 and answer["buffers"] > 0
+
+
+@pytest.mark.answer("two_ranks")
+def test_two_ranks_say_what_one_says_but_for_rounding(answer):
+    assert 0 < answer["apart"] < tolerances.TINY_LLAMA_FLOAT32_NATS
+
+
+@pytest.mark.answer("two_ranks")
+def test_what_one_rank_alone_does_shows(answer):
+    assert answer["norm"] == ["model.norm.weight"]
+    assert answer["unattended"] == 12 and answer["not fed"] == 253
+
+
+@pytest.mark.answer("two_ranks")
+def test_a_rank_that_dies_ends_the_scoring_and_the_other_ranks(answer):
+    status, line = answer["death"]
+    assert status == 75 and "a worker of vLLM died" in line and "\n" not in line
+    assert answer["workers"] == 2 and answer["left"] == []
 
 
 # -- bad input

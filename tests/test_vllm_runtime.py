@@ -15,8 +15,9 @@ from hf_fixtures import frozen, joined, only, row, save_model
 from libxd import environment, knobs, sequences
 from libxd.runtimes import registry
 from libxd.runtimes.protocol import KnobRecord, SidePlan
-from libxd.runtimes.vllm import memory, prefixes, process
+from libxd.runtimes.vllm import memory, prefixes, process, ranks, shards
 from libxd.runtimes.vllm import runtime as vllm_runtime
+from libxd.runtimes.vllm.shards import Part
 
 RUNTIME = registry.load("vllm")
 ENVIRONMENT = {
@@ -25,6 +26,9 @@ ENVIRONMENT = {
     "cuda": {"driver": "13.0", "devices": [{"name": "a GPU", "capability": "9.0", "memory_bytes": 1}]},
     "variables": {},
 }
+
+
+FOUR = {"cuda": {"driver": "13.0", "devices": 4 * ENVIRONMENT["cuda"]["devices"]}}
 
 
 def plan(*, machine: dict[str, Any] | None = None, **changes: Any) -> SidePlan:
@@ -58,20 +62,26 @@ def test_every_knob_of_the_rollout_side_has_a_record_and_the_baseline_is_applied
         ({"rollout__enforce_eager": False}, "construction"),
         ({"rollout_mode": "prefill"}, "construction"),
         ({"device": "cuda"}, "process"),
+        ({"rollout__tensor_parallel_size": 2}, "context process"),
     ],
 )
 def test_what_can_be_done_is_applied_and_rebuilds_no_more_than_it_must(changes, part):
     made, baseline = plan(**changes), plan()
     assert made.refusals == [] and {record.status for record in made.knobs} == {"applied"}
     moved = [name for name in ("construction", "context", "process") if getattr(made, name) != getattr(baseline, name)]
-    assert moved == ([part] if part else [])
+    assert moved == (part or "").split()
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"rollout__tensor_parallel_size": 3}, "3 workers were asked for"),
-        ({"rollout__context_parallel_size": 2}, "2 workers were asked for"),
+        ({"rollout__tensor_parallel_size": 2, "device": "cuda"}, "2 ranks need a CUDA device each, and there is 1"),
+        ({"rollout__tensor_parallel_size": 3}, "pads this vocabulary to 128 rows"),
+        ({"rollout__context_parallel_size": 2}, "no log-sum-exp"),
+        ({"rollout__context_parallel_size": 2, "rollout_mode": "prefill"}, "over a prompt"),
+        ({"rollout__context_parallel_size": 2, "device": "cuda"}, "tensor_parallel_size 4 or more"),
+        ({"rollout__context_parallel_size": 2, "rollout__tensor_parallel_size": 4, "device": "cuda", "machine": FOUR},
+         "block tables"),
         ({"rollout__enable_prefix_caching": True, "rollout_mode": "prefill"}, "prompt logprobs"),
         ({"rollout__enforce_eager": False, "machine": {"compiler": None}}, "C++ compiler"),
     ],
@@ -106,6 +116,29 @@ def test_batch_invariance_is_no_obstacle_on_cuda():
     assert plan(device="cuda", machine={"variables": {"VLLM_BATCH_INVARIANT": "1"}}).refusals == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "variables", "named"),
+    [
+        ({}, {}, {}),
+        ({"device": "cuda"}, {}, {"float32_matmul_precision": "highest", "matmul_tf32": False}),
+        ({"device": "cuda"}, {"VLLM_FLOAT32_MATMUL_PRECISION": "high"},
+         {"float32_matmul_precision": "high", "matmul_tf32": True}),
+        ({"device": "cuda"}, {"VLLM_BATCH_INVARIANT": "1"},
+         {"float32_matmul_precision": "highest", "matmul_tf32": False, "cudnn_tf32": "contradictory",
+          "matmul_fp16_reduced_precision_reduction": False, "matmul_bf16_reduced_precision_reduction": False}),
+        # workers have a state of their own, and this process keeps the one it began with
+        ({"device": "cuda", "rollout__tensor_parallel_size": 2}, {"VLLM_BATCH_INVARIANT": "1"}, {}),
+    ],
+)  # fmt: skip
+def test_numeric_state_that_vllm_sets_by_its_variables_is_materialised(changes, variables, named):
+    pytest.importorskip("torch")
+    from libxd.runtimes import live
+
+    engine = plan(**changes, machine={**FOUR, "variables": variables}).engine
+    assert {name: value for name, value in engine.items() if name in live.numerics()} == named
+    assert set(variables) <= set(environment.VARIABLES)
+
+
 def test_an_engine_that_is_sized_for_other_sequences_is_not_kept():
     made = row()
     made["identity"]["sequences"] = {**made["identity"]["sequences"], "digest": "d" * 64}
@@ -121,9 +154,18 @@ def test_the_settings_of_the_process_are_in_its_fingerprint():
     assert process.VARIABLES["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
+def test_threads_of_several_ranks_are_bound_as_the_user_says_or_not_at_all():
+    name = "VLLM_CPU_OMP_THREADS_BIND"
+    assert name not in plan().process["variables"]
+    split = {"rollout__tensor_parallel_size": 2}
+    assert plan(**split).process["variables"] == process.VARIABLES | {name: "nobind"}
+    assert plan(**split, machine={"variables": {name: "0|1"}}).process["variables"][name] == "0|1"
+    assert name not in process.variables("cuda", 2, {})
+
+
 def test_nothing_heavy_is_imported_before_an_engine_opens():
     asked = (
-        "import sys; from libxd.runtimes.vllm import RUNTIME; import libxd.runtimes.vllm.memory; "
+        "import sys; from libxd.runtimes.vllm import RUNTIME; from libxd.runtimes.vllm import memory, ranks; "
         "sys.exit(bool({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
@@ -162,6 +204,84 @@ def test_an_engine_is_estimated_by_dtype_and_device(locations):
     wide = memory.estimate(plan().engine, locations)
     assert wide > memory.estimate(plan(rollout__dtype="bfloat16").engine, locations) > 0
     assert memory.estimate(plan().engine, {"checkpoint": None}) == 0
+
+
+def test_ranks_share_the_heads_and_on_a_cpu_the_memory(locations):
+    whole, split = plan().engine, plan(rollout__tensor_parallel_size=2).engine
+    assert memory.of(split, locations).cache * 2 == memory.of(whole, locations).cache
+    # of two key-value heads, four ranks have one each
+    assert memory.of({**whole, "tensor_parallel_size": 4}, locations).cache == memory.of(split, locations).cache
+    assert memory.estimate(split, locations) > memory.estimate(whole, locations)
+    on_cuda = [{**engine, "device": "cuda"} for engine in (whole, split)]
+    assert memory.estimate(on_cuda[1], locations) < memory.estimate(on_cuda[0], locations)
+
+
+# -- ranks
+
+WEIGHT = np.arange(24, dtype=np.int16).reshape(6, 4)
+
+
+@pytest.mark.parametrize(
+    ("part", "held"),
+    [
+        (Part("w"), [WEIGHT]),
+        (Part("w"), [WEIGHT, WEIGHT]),
+        (Part("w", 0), [WEIGHT[:3], WEIGHT[3:]]),
+        (Part("w", 0), [WEIGHT[:4], WEIGHT[4:]]),  # the last rank has fewer rows of a vocabulary
+        (Part("w", 1), [WEIGHT[:, :2], WEIGHT[:, 2:]]),
+        (Part("w", 0, 2), [WEIGHT[:3], WEIGHT[:3], WEIGHT[3:], WEIGHT[3:]]),
+    ],
+)
+def test_a_weight_is_put_together_from_the_ranks(part, held):
+    assert np.array_equal(shards.whole(part, held), WEIGHT)
+
+
+@pytest.mark.parametrize(("part", "halves"), [(Part("w"), 1), (Part("w", 0, 2), 2), (Part("w", 1, 2), 2)])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_copies_that_differ_are_no_weight_of_that_shape(part, halves, odd):
+    held = [piece.copy() for piece in np.split(WEIGHT, halves, axis=part.axis or 0) for _ in range(2)]
+    assert np.array_equal(shards.whole(part, held), WEIGHT)
+    held[odd][0, 0] += 1
+    assert shards.whole(part, held).size > WEIGHT.size
+
+
+def world(rank: int, size: int, **changes: Any) -> dict[str, Any]:
+    return {"rank": rank, "tensor": size, "layers": [size], "decode": 1, "prefill": 1} | changes
+
+
+@pytest.mark.parametrize(
+    ("worlds", "value"),
+    [
+        ([world(0, 1)], 1),
+        ([world(0, 2), world(1, 2)], 2),
+        ([world(0, 2, layers=[1, 2]), world(1, 2)], 2),  # some layers are whole on each rank
+        ([world(0, 2)], None),  # one that answers for two
+        ([world(0, 2), world(0, 2)], None),
+        ([world(0, 2), world(1, 3)], None),
+        ([world(0, 2), world(1, 2, layers=[4])], None),
+        ([world(0, 2, layers=[1]), world(1, 2, layers=[1])], None),  # nothing is split
+        ([world(0, 1, layers=[2])], None),
+    ],
+)
+def test_the_size_of_a_world_is_what_all_ranks_show(worlds, value):
+    assert ranks.tensor_parallel(worlds).value == value
+
+
+def test_context_parallelism_of_either_kind_shows():
+    assert ranks.context_parallel([world(0, 2), world(1, 2)]).value == 1
+    assert ranks.context_parallel([world(0, 2, decode=2), world(1, 2, decode=2)]).value == 2
+    assert ranks.context_parallel([world(0, 2, prefill=2), world(1, 2)]).value is None
+
+
+def test_one_rank_that_trains_is_a_side_that_trains():
+    still, moved = {"mode": "eval", "optimizer": False}, {"mode": "train", "optimizer": True}
+    assert ranks.state([still, still]) == still and ranks.state([still, moved]) == moved
+
+
+def test_of_buffers_that_differ_all_are_told():
+    one, other = [("a", "float32", (1,), b"0000")], [("a", "float32", (1,), b"0001")]
+    assert list(ranks.buffers([one, one])) == one
+    assert list(ranks.buffers([one, other])) == [("a", "float32", (2, 1), b"00000001")]
 
 
 # -- prefix caching, as it was seen

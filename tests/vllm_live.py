@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
+import os
+import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -111,6 +115,12 @@ def frozen(prompts: list[np.ndarray], answers: list[np.ndarray]) -> Sequences:
     )  # fmt: skip
 
 
+def here(engine: Any) -> Any:
+    """The only rank of an engine, which is in this process."""
+    (worker,) = engine.llm.collective_rpc(lambda worker: worker)
+    return worker.xd_rank
+
+
 def bits(values: Any) -> list[int]:
     """float32 as integers: equality of them is equality of bits."""
     return np.asarray(values, np.float32).view(np.int32).tolist()
@@ -143,7 +153,7 @@ def own_logprobs(place: Place) -> dict[str, Any]:
         engine = place.open(rollout__dtype=dtype, batch__size=len(place.prompts))
         for semantics in ("raw", "processed"):
             temperature = 1.0 if semantics == "raw" else 0.7
-            sampler, mode = engine.runner.sampler, f"{semantics}_logprobs"
+            sampler, mode = here(engine).runner.sampler, f"{semantics}_logprobs"
             sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = mode
             # one more than will be frozen, as in the replay, so that the same rows go together to the end
             sampled = engine.llm.generate(
@@ -209,7 +219,8 @@ def evidence(place: Place) -> dict[str, Any]:
 def crossed(place: Place) -> dict[str, Any]:
     """What shows where the first two sequences, while decoding, look up each other's keys."""
     engine, given = place.open(batch__size=6), place.frozen
-    honest, build = place.score(), engine.runner._build_attention_metadata
+    honest, runner = place.score(), here(engine).runner
+    build = runner._build_attention_metadata
 
     def crossing(*arguments: Any, **options: Any) -> Any:
         built, common = build(*arguments, **options)
@@ -218,7 +229,7 @@ def crossed(place: Place) -> dict[str, Any]:
                 metadata.block_table = metadata.block_table[[1, 0, *range(2, len(metadata.block_table))]]
         return built, common
 
-    engine.runner._build_attention_metadata = crossing
+    runner._build_attention_metadata = crossing
     scores = place.score()
     ends = given.cu_seqlens[:2] + given.prompt_lens[:2]
     both = int((given.cu_seqlens[1:3] - ends).min())  # steps until the shorter answer ends
@@ -271,21 +282,121 @@ def reloaded(place: Place) -> dict[str, Any]:
     return {"same": same, "other": sorted(before.changed(Snapshot.take(engine))), "expected": name}
 
 
+def packed_twice(place: Place) -> dict[str, Any]:
+    """How often a packed layer is asked for all that it holds, snapshot after snapshot; its copy gone wrong at last."""
+    from vllm import _custom_ops
+
+    from libxd.runtimes.vllm import weights
+
+    engine, asked, honest = place.open(), [], _custom_ops.onednn_mm
+
+    def recover(module: Any, inputs: int) -> Any:
+        asked.append(module)
+        return recovered(module, inputs)
+
+    recovered = weights._recover
+    with mock.patch.object(weights, "_recover", recover):
+        counts, taken = [], []
+        for _ in range(2):
+            taken.append(Snapshot.take(engine))
+            counts.append(len(asked))
+        wrong = asked[1].cpu_linear.__closure__[0].cell_contents
+        with mock.patch.object(_custom_ops, "onednn_mm",
+                               lambda h, x, bias: honest(h, x, bias) * (1 + (h is wrong))):  # fmt: skip
+            taken.append(Snapshot.take(engine))
+            counts.append(len(asked))
+    return {"counts": counts, "changed": [sorted(taken[0].changed(later)) for later in taken[1:]]}
+
+
 def head_alone(place: Place) -> list[str]:
     """Names that show when a tied head's packed copy is not what the embedding holds."""
     engine = place.open()
     before = Snapshot.take(engine)
-    engine.model.model.embed_tokens.weight.data[3, 3] += 1
+    here(engine).model.model.embed_tokens.weight.data[3, 3] += 1
     return sorted(before.changed(Snapshot.take(engine)))
 
 
 def not_numbers(place: Place) -> dict[str, Any]:
     """Logprobs of a model of which one norm's weight is no number: scores, not an error."""
     engine = place.open()
-    engine.model.model.norm.weight.data[0] = float("nan")
+    here(engine).model.model.norm.weight.data[0] = float("nan")
     scores = place.score()
     return {"nan": int(np.isnan(scores.logprobs[place.frozen.active_mask]).sum()),
             "scored": int(scores.observed.scored.sum())}  # fmt: skip
+
+
+def two_ranks(place: Place) -> dict[str, Any]:
+    """Tensor parallel: what two workers show, one of them changed behind the other's back, and one that dies."""
+    model = save_model(place.directory / "split", tied=False, attention_bias=True, mlp_bias=True)
+    given, found = place.frozen, {}
+    scored = {}
+    for size in (1, 2):
+        engine = place.open(model=model, rollout__tensor_parallel_size=size, rollout__enable_prefix_caching=True,
+                            batch__size=4)  # fmt: skip
+        before, scores = Snapshot.take(engine), place.score()
+        scored[size] = scores.logprobs[given.active_mask]
+        found[str(size)] = {
+            "settings": shown(engine.settings()), "behaviour": shown(engine.behaviour()), "state": engine.state(),
+            "fed": bool((scores.observed.token_ids == given.token_ids).all() and scores.observed.attention_mask.all()
+                        and (scores.observed.selected_ids == given.token_ids).all()),
+            "changed": before.changed(Snapshot.take(engine)), "described": engine.describe(),
+        }  # fmt: skip
+    found["digests"] = [before.parameters, checkpoint.parameter_digests(model, "float32")]
+    found["buffers"] = len(before.buffers)
+    found["apart"] = float(np.abs(scored[1] - scored[2]).max())
+    engine.llm.collective_rpc(_on_the_second, args=("norm",))
+    found["norm"] = sorted(before.changed(Snapshot.take(engine)))
+    engine.llm.collective_rpc(_on_the_second, args=("keys",))
+    scores = place.score()
+    found["unattended"] = int((~scores.observed.attention_mask).sum())
+    engine.llm.collective_rpc(_on_the_second, args=("ids",))
+    scores = place.score()
+    found["not fed"] = int((scores.observed.token_ids != given.token_ids).sum())
+    workers = [process.pid for process in multiprocessing.active_children()]
+    engine.llm.collective_rpc(_on_the_second, args=("death",))
+    begun = time.monotonic()
+    try:
+        place.score()
+        found["death"] = None
+    except XdError as error:
+        found["death"] = [int(error.status), error.line()]
+    found["death took"] = time.monotonic() - begun
+    place.close()
+    found["workers"] = len(workers)
+    multiprocessing.active_children()  # which takes note of those that have ended
+    found["left"] = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    return found
+
+
+def _on_the_second(worker: Any, what: str) -> None:
+    """Something that the second rank does and the first does not."""
+    if worker.rank != 1:
+        return
+    runner = worker.model_runner
+    build, preprocess = runner._build_attention_metadata, runner._preprocess
+
+    def crossing(*arguments: Any, **options: Any) -> Any:
+        built, common = build(*arguments, **options)
+        for metadata in {id(each): each for each in built.values()}.values():
+            if metadata.max_query_len == 1 and len(metadata.block_table) > 1:
+                metadata.block_table = metadata.block_table[[1, 0, *range(2, len(metadata.block_table))]]
+        return built, common
+
+    def dying(*arguments: Any, **given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def preparing(*arguments: Any, **given: Any) -> Any:
+        ids, *rest = preprocess(*arguments, **given)
+        return (ids.bitwise_xor(1), *rest)
+
+    if what == "norm":
+        worker.model_runner.get_model().model.norm.weight.data[0] += 1
+    elif what == "keys":
+        runner._build_attention_metadata = crossing
+    elif what == "ids":
+        runner._preprocess = preparing
+    else:
+        runner._preprocess = dying
 
 
 def compiled(place: Place) -> dict[str, Any]:
@@ -363,8 +474,8 @@ def refused(place: Place) -> dict[str, Any]:
     return found
 
 
-ANSWERS = (weights, own_logprobs, prompt_logprobs, evidence, crossed, uncached, operators, reloaded, head_alone,
-           not_numbers, compiled, refused)  # fmt: skip
+ANSWERS = (weights, own_logprobs, prompt_logprobs, evidence, crossed, uncached, operators, reloaded, packed_twice,
+           head_alone, not_numbers, two_ranks, compiled, refused)  # fmt: skip
 
 
 def main() -> None:

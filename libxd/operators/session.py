@@ -66,6 +66,11 @@ class Operator:
         return np.concatenate(ids, dtype=np.int64, casting="unsafe"), np.concatenate(values, dtype=np.float32,
                                                                                     casting="unsafe")  # fmt: skip
 
+    def take_over(self, other: Operator) -> None:
+        """Be as a copy of this instance is by now, one that was called in another process."""
+        self.calls, self.temperatures, self.logits_given = other.calls, other.temperatures, other.logits_given
+        self._returned, self.implementation = other._returned, other.implementation
+
     @property
     def _arity(self) -> int:
         return 3 if self.inputs == "hidden" else 2

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -70,8 +71,14 @@ def raw_bytes(tensor: Tensor) -> bytes | DeviceBytes:
     """A tensor's elements as little-endian bytes; those of a large one on a GPU stay there."""
     if tensor.is_cuda and tensor.numel() * tensor.element_size() >= _LEFT_ON_DEVICE:
         return DeviceBytes(tensor)
+    return raw_integers(tensor).tobytes()
+
+
+def raw_integers(tensor: Tensor) -> np.ndarray:
+    """Elements as little-endian integers of their bits, in the tensor's shape, from whatever device holds them."""
     width = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    return tensor.detach().cpu().contiguous().view(width).numpy().astype(f"<i{tensor.element_size()}").tobytes()
+    held = tensor.detach().cpu().contiguous().view(width).numpy()
+    return held.astype(f"<i{tensor.element_size()}", copy=False)
 
 
 def buffers(model: nn.Module) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:

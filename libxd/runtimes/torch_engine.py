@@ -77,6 +77,10 @@ class TorchEngine(ABC):
     def _vocabulary(self) -> int:
         """How many ids the model knows."""
 
+    def _architecture(self) -> str:
+        """The model's class."""
+        return type(self.model).__name__
+
     def _watched(self, observer: Observer) -> AbstractContextManager[None]:
         """Hooks that tell the observer what runs, for as long as a request takes."""
         return contextlib.nullcontext()
@@ -93,7 +97,7 @@ class TorchEngine(ABC):
     def _require_known_ids(self, sequences: Sequences) -> None:
         largest, vocabulary = int(sequences.token_ids.max(initial=0)), self._vocabulary()
         if largest >= vocabulary:
-            raise XdError(f"a token id of the sequences is beyond the vocabulary of {type(self.model).__name__}",
+            raise XdError(f"a token id of the sequences is beyond the vocabulary of {self._architecture()}",
                           code="bad-sequences", path=f"/token_ids/{int(sequences.token_ids.argmax())}", found=largest,
                           expected=f"below {vocabulary}")  # fmt: skip
 

@@ -142,6 +142,21 @@ class Observer:
 
     # -- the whole
 
+    def take_over(self, ranks: Sequence[Observer]) -> None:
+        """What the observers of all ranks saw, each of the same tokens; `forwards` are those of the first.
+
+        A token of which two ranks saw something else counts as one that reached no model; attended and scored is what
+        was so on every rank.
+        """
+        for seen in ("token_ids", "selected_ids", "positions"):
+            held = [getattr(rank, seen) for rank in ranks]
+            alike = np.logical_and.reduce([one == held[0] for one in held])
+            setattr(self, seen, np.where(alike, held[0], np.int32(-1)))
+        self.attention_mask = np.logical_and.reduce([rank.attention_mask for rank in ranks])
+        self.scored = np.logical_and.reduce([rank.scored for rank in ranks])
+        self.forwards = ranks[0].forwards
+        self._head_outputs = set().union(*(rank._head_outputs for rank in ranks))
+
     def observed(self, kept: bool) -> ObservedInputs:
         """Everything seen so far; where no logprob was taken, the selected id is the fed one.
 

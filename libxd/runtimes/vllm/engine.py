@@ -1,4 +1,4 @@
-"""The live engine: vLLM in this process, frozen tokens through its scheduler, cache and attention."""
+"""The live engine: vLLM's scheduler in this process, frozen tokens through its ranks' model, cache and attention."""
 
 from __future__ import annotations
 
@@ -14,62 +14,67 @@ from vllm.distributed import cleanup_dist_env_and_memory
 
 from libxd import checkpoint
 from libxd.errors import Status, XdError, ran_out_of_memory
-from libxd.runtimes import live
 from libxd.runtimes.protocol import Observation, Request, Scores
 from libxd.runtimes.torch_engine import TorchEngine
-from libxd.runtimes.vllm import prefixes, weights
-from libxd.runtimes.vllm.compiled import Runs
-from libxd.runtimes.vllm.forwards import SEQUENCE, Forwards
+from libxd.runtimes.vllm import prefixes, rank, ranks, shards
+from libxd.runtimes.vllm.forwards import SEQUENCE
 from libxd.runtimes.vllm.loading import load
-from libxd.runtimes.vllm.replay import Replay, replaying
 from libxd.scoring.observer import Observer
 from libxd.sequences import Sequences
 
 
 class RolloutEngine(TorchEngine):
-    """`engine` are the arguments that materialising wrote down."""
+    """`engine` are the arguments that materialising wrote down. The model is where vLLM's ranks are."""
 
     def __init__(self, locations: dict[str, Any], engine: dict[str, Any]) -> None:
         self.llm: LLM = load(locations, engine)
-        (worker,) = self.llm.collective_rpc(lambda worker: worker)
-        self.runner = worker.model_runner
-        self.model = self.runner.get_model()
         self._checkpoint_tensors = checkpoint.tensor_names(locations["checkpoint"])
+        self._described = self._ask("described")[0]
+        self._require_whole()
         super().__init__()
-        _require_whole(self.model, self._checkpoint_tensors)
 
     def _forget_run(self) -> None:
         super()._forget_run()
-        self._forwards: Forwards | None = None
-        self._replay: Replay | None = None
-        self._runs = Runs()
+        self._seen: list[rank.Seen] = []
         self._cached: list[int] = []
+
+    def _ask(self, question: str, *arguments: Any) -> list[Any]:
+        """Each rank's answer, in rank order."""
+        return self.llm.collective_rpc(rank.ask, args=(question, *arguments))
 
     # -- protocol
 
     def bind(self, operator: Any) -> None:
         """XdError 69 for an operator of hidden states when the logits are more than the head's product."""
-        head, processor = self.model.lm_head, self.model.logits_processor
-        plain = processor.scale == 1.0 and processor.soft_cap is None and getattr(head, "bias", None) is None
-        if operator.inputs == "hidden" and not plain:
+        if operator.inputs == "hidden" and not all(self._ask("head_is_plain")):
             raise XdError("takes hidden states and the head's weight, and this model scales or caps its logits, or "
                           "adds a bias", status=Status.REFUSED, code="unsupported-model",
-                          where=f"operator {operator.backend}", found=type(self.model).__name__)  # fmt: skip
+                          where=f"operator {operator.backend}", found=self._architecture())  # fmt: skip
         super().bind(operator)
 
     def settings(self) -> dict[str, Observation]:
+        worlds = self._ask("world")
         return {
             "rollout.dtype": self._parameter_dtype(),
-            "rollout.tensor_parallel_size": self._tensor_parallel(),
-            "rollout.context_parallel_size": self._context_parallel(),
+            "rollout.tensor_parallel_size": ranks.tensor_parallel(worlds),
+            "rollout.context_parallel_size": ranks.context_parallel(worlds),
         }
 
+    def state(self) -> dict[str, Any]:
+        return ranks.state(self._ask("state"))
+
     def parameters(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
-        for name, held in weights.named(self.model):
-            yield name, live.DTYPE_NAMES[held.dtype], tuple(held.shape), live.raw_bytes(held)
+        for index, parts in enumerate(self._ask("weight_groups")[0]):
+            held = [found for found in self._ask("weights", index) if found]  # what is tied, a rank does not tell
+            for part, of_ranks in zip(parts, zip(*held, strict=True), strict=bool(held)):
+                whole = shards.whole(part, [bits for _, bits in of_ranks])
+                yield part.name, "+".join(sorted({dtype for dtype, _ in of_ranks})), whole.shape, whole.tobytes()
+
+    def buffers(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
+        return ranks.buffers(self._ask("buffers"))
 
     def not_parameters(self) -> list[str]:
-        return sorted(self._checkpoint_tensors - weights.names(self.model))
+        return sorted(self._checkpoint_tensors - self._weight_names())
 
     def score(self, sequences: Sequences, request: Request) -> Scores:
         """As TorchEngine. XdError 69 for sequences that vLLM cannot be given as they are, 75 when memory runs out."""
@@ -79,52 +84,42 @@ class RolloutEngine(TorchEngine):
         try:
             return super().score(sequences, request)
         except Exception as error:
-            if isinstance(error, XdError) or not ran_out_of_memory(error):
+            if isinstance(error, XdError):
                 raise
-            raise XdError(f"vLLM ran out of memory: {' '.join(str(error).split())}", status=Status.RETRY,
-                          code="out-of-memory", hint="a smaller batch.size needs less") from error  # fmt: skip
+            if ran_out_of_memory(error):
+                raise XdError(f"vLLM ran out of memory: {' '.join(str(error).split())}", status=Status.RETRY,
+                              code="out-of-memory", hint="a smaller batch.size needs less") from error  # fmt: skip
+            if getattr(self._core().model_executor, "is_failed", False):
+                raise XdError("a worker of vLLM died while it scored", status=Status.RETRY, code="rank-died",
+                              hint="its last words are above, or with -v; if it recurs, see whether memory ran out",
+                              ) from error  # fmt: skip
+            raise
 
     def behaviour(self) -> dict[str, Observation]:
-        assert self._observer is not None and self._forwards is not None and self._sequences is not None
-        ran = len(self._observer.forwards)
-        counted = {"forwards": ran, "first_layer_calls": self._runs.layers, "graph_runs": self._runs.graphs,
-                   "mode": self.runner.compilation_config.mode.name}  # fmt: skip
+        assert self._observer is not None and self._sequences is not None
+        described, forwards = self._described, len(self._observer.forwards)
+        not_fed = ranks.agreed([seen.shared_tokens for seen in self._seen])
+        modes = {name: described[name] for name in ("compilation", "graphs")}
         return {
             "batch.size": self._batch_size(),
             "rollout.dtype": self._compute_dtype(),
             "rollout.enable_prefix_caching": prefixes.observed(
-                self._sequences, self._block_size(), self._caches(), self._forwards.shared_tokens, sum(self._cached)
+                self._sequences, described["block_size"], self._caches(), not_fed, sum(self._cached)
             ),
-            "rollout.enforce_eager": Observation(self._runs.eager(ran), counted),
+            "rollout.enforce_eager": ranks.enforce_eager([seen.runs for seen in self._seen], forwards, modes),
             "logp.backend": self._logp_backend(),
         }
 
     def describe(self) -> dict[str, Any]:
-        from vllm.envs import VLLM_BATCH_INVARIANT
-
-        backends = {group.backend.__name__ for groups in self.runner.attn_groups for group in groups}
-        return {
-            "class": type(self.model).__name__,
-            "device": str(self.runner.device),
-            "attention": sorted(backends),
-            "model_runner": type(self.runner).__name__,
-            "block_size": self._block_size(),
-            "cache_blocks": self.runner.kv_cache_config.num_blocks,
-            "cache_dtypes": sorted({str(cache.dtype).removeprefix("torch.") for cache in self.runner.kv_caches}),
-            "compilation": self.runner.compilation_config.mode.name,
-            "batch_invariant": bool(VLLM_BATCH_INVARIANT),
-            "max_requests": self.runner.max_num_reqs,
-            "max_length": self.runner.max_model_len,
-            "max_forward_tokens": self.runner.max_num_tokens,
-            "torch": torch.__version__,
-            "vllm": vllm.__version__,
-        }
+        """As the first rank describes itself; numeric states of the ranks where they are processes of their own."""
+        apart = {"rank_numerics": self._ask("numerics")} if len(self._ask("world")) > 1 else {}
+        return {**self._ask("described")[0], **apart, "torch": torch.__version__, "vllm": vllm.__version__}
 
     def close(self) -> None:
         self._operator = None
         self._forget_run()
         core = self.llm.llm_engine.engine_core
-        del self.model, self.runner, self.llm
+        del self.llm
         core.shutdown()
         cleanup_dist_env_and_memory()
 
@@ -132,15 +127,14 @@ class RolloutEngine(TorchEngine):
 
     @contextlib.contextmanager
     def _watched(self, observer: Observer) -> Iterator[None]:
-        assert self._sequences is not None and self._request is not None
-        head_weight = weights.head(self.model) if self._operator.inputs == "hidden" else None
-        forwards = self._forwards = Forwards(self.runner, self._sequences, observer)
-        replay = self._replay = Replay(
-            self._sequences, self._request, self._operator, observer, forwards, head_weight
-        )
-        with forwards.watching(), replaying(self.runner, replay), self._runs.counting(self.model):
-            yield
-        self._logits_dtypes = replay.logits_dtypes if head_weight is None else set()
+        self._ask("begin", self._sequences, self._request, self._operator)
+        yield
+        self._seen = self._ask("end")
+        _require_agreement(self._seen)
+        observer.take_over([seen.observer for seen in self._seen])
+        self._operator.take_over(self._seen[0].operator)
+        if self._operator.inputs == "logits":
+            self._logits_dtypes = set().union(*(seen.logits_dtypes for seen in self._seen))
 
     def _score_batch(
         self, sequences: Sequences, batch: list[int], request: Request, observer: Observer, logprobs: np.ndarray
@@ -167,55 +161,58 @@ class RolloutEngine(TorchEngine):
 
     def _kept_cache(self) -> bool:
         """vLLM writes keys and values into its cache whatever the mode."""
-        return len(self.runner.kv_caches) > 0
+        return min(self._ask("caches")) > 0
 
     def _vocabulary(self) -> int:
-        return self.model.lm_head.org_vocab_size
+        return min(self._ask("vocabulary"))
+
+    def _architecture(self) -> str:
+        return self._described["class"]
 
     # -- read-back
 
     def _parameter_dtype(self) -> Observation:
-        held = sorted({live.DTYPE_NAMES.get(p.dtype, str(p.dtype)) for p in self.model.parameters()})
+        held = sorted(set().union(*self._ask("parameter_dtypes")))
         return Observation(held[0] if len(held) == 1 else None, {"parameters": held})
 
     def _compute_dtype(self) -> Observation:
         """What hidden states and logits came out in."""
-        assert self._replay is not None
-        seen = sorted(self._replay.hidden_dtypes | self._replay.logits_dtypes)
+        seen = sorted(set().union(*(each.hidden_dtypes | each.logits_dtypes for each in self._seen)))
         return Observation(seen[0] if len(seen) == 1 else None, {"computed": seen, **self._parameter_dtype().evidence})
-
-    def _tensor_parallel(self) -> Observation:
-        from vllm.distributed import get_tp_group
-
-        sizes = sorted({module.tp_size for module in self.model.modules() if hasattr(module, "tp_size")})
-        group = get_tp_group().world_size
-        return Observation(group if sizes in ([], [group]) else None, {"group": group, "layers": sizes})
-
-    def _context_parallel(self) -> Observation:
-        from vllm.distributed import get_dcp_group, get_pcp_group
-
-        found = {"decode": get_dcp_group().world_size, "prefill": get_pcp_group().world_size}
-        return Observation(max(found.values()), found)
-
-    def _block_size(self) -> int:
-        return self.runner.input_batch.block_table[0].block_size
 
     def _caches(self) -> bool:
         """Whether the scheduler's cache manager is one that keeps prefixes."""
-        core = self.llm.llm_engine.engine_core.engine_core
-        return core.scheduler.kv_cache_manager.enable_caching
+        return self._core().scheduler.kv_cache_manager.enable_caching
+
+    def _core(self) -> Any:
+        """The engine core, which has the scheduler and the executor of the ranks."""
+        return self.llm.llm_engine.engine_core.engine_core
+
+    def _weight_names(self) -> set[str]:
+        return {part.name for parts in self._ask("weight_groups")[0] for part in parts}
+
+    def _require_whole(self) -> None:
+        """XdError 69 for a model whose head is not where a language model has it; 65 when vLLM holds weights that the
+        checkpoint lacks, as it does where a part of a fused one is missing."""
+        if not all(self._ask("has_head")):
+            raise XdError("this model has no head of its own that could be observed", status=Status.REFUSED,
+                          code="unsupported-model", where=self._architecture())  # fmt: skip
+        missing = sorted(self._weight_names() - self._checkpoint_tensors - {shards.HEAD})
+        if missing:
+            raise XdError("the checkpoint lacks weights of the model, or vLLM knows them under other names",
+                          code="bad-checkpoint", where=self._architecture(), found=missing)  # fmt: skip
 
 
-def _require_whole(model: Any, tensors: set[str]) -> None:
-    """XdError 69 for a model whose head is not where a language model has it; 65 when vLLM holds weights that the
-    checkpoint lacks, as it does where a part of a fused one is missing."""
-    if not hasattr(model, "lm_head") or not hasattr(model, "logits_processor"):
-        raise XdError("this model has no head of its own that could be observed", status=Status.REFUSED,
-                      code="unsupported-model", where=type(model).__name__)  # fmt: skip
-    missing = sorted(weights.names(model) - tensors - {weights.HEAD})
-    if missing:
-        raise XdError("the checkpoint lacks weights of the model, or vLLM knows them under other names",
-                      code="bad-checkpoint", where=type(model).__name__, found=missing)  # fmt: skip
+def _require_agreement(seen: list[rank.Seen]) -> None:
+    """XdError 69 where ranks ran other forwards than the first, or computed under another numeric state than before."""
+    if ranks.agreed([each.observer.forwards for each in seen]) is None:
+        raise XdError("the ranks ran different forwards", status=Status.REFUSED, code="ranks-differ",
+                      found=[len(each.observer.forwards) for each in seen])  # fmt: skip
+    for place, (before, after) in enumerate(each.numerics for each in seen):
+        if before != after:
+            changed = sorted(name for name in before if before[name] != after[name])
+            raise XdError("a rank's numeric state was changed while it scored", status=Status.REFUSED,
+                          code="numerics-changed", where=f"rank {place}", found=changed)  # fmt: skip
 
 
 def _require_plain(sequences: Sequences) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 
@@ -86,10 +87,10 @@ class Forwards:
         for row, fed in enumerate(self.fed):
             if fed.sequence not in self._held:
                 self._begin(fed, self._cells(blocks[row], fed.start, size))
-        attended = []
+        causal, attended = bool(torch.as_tensor(metadata.causal).all()), []
         for row, fed in enumerate(self.fed):
             kept = np.array_equal(self._cells(blocks[row], fed.end, size), self._held[fed.sequence][: fed.end])
-            attended += [kept and bool(metadata.causal)] * fed.count
+            attended += [kept and causal] * fed.count
         pieces = [Piece(fed.sequence, fed.start, fed.count) for fed in self.fed]
         self._observer.forward(pieces, input_ids.cpu().numpy(), positions.cpu().numpy(), np.array(attended, np.bool_))
         self._share()

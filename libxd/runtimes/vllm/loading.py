@@ -15,10 +15,14 @@ from libxd.runtimes.vllm import memory
 
 #: how vLLM says that its cache does not fit
 _NO_ROOM = ("requested memory for kv", "KV cache memory", "No available memory for the cache blocks")
+#: and that one of its workers has failed before it was ready
+_WORKER_FAILED = "WorkerProc initialization failed"
+#: vLLM does not start when less than this part of a GPU is free, whatever it is going to take
+_OF_DEVICE: dict[str, dict[str, Any]] = {"cpu": {}, "cuda": {"gpu_memory_utilization": 0.01}}
 
 
 def load(locations: dict[str, Any], engine: dict[str, Any]) -> LLM:
-    """The engine, in this process.
+    """The engine: its scheduler in this process, and so is its only rank; more than one are processes of their own.
 
     XdError 65 for a checkpoint that vLLM refuses and for sequences that are longer than its context; 69 for a model
     that vLLM does not have.
@@ -27,7 +31,7 @@ def load(locations: dict[str, Any], engine: dict[str, Any]) -> LLM:
     where = os.path.basename(os.path.normpath(directory))
     checkpoint.require_sound(directory)
     sizes = memory.of(engine, locations)
-    set_threads = torch.set_num_threads
+    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     try:
         _require_known(directory, where, sizes.length - 1)
         return LLM(
@@ -40,6 +44,7 @@ def load(locations: dict[str, Any], engine: dict[str, Any]) -> LLM:
             max_num_seqs=sizes.requests,
             max_num_batched_tokens=sizes.forward,
             kv_cache_memory_bytes=sizes.cache,
+            **_OF_DEVICE[engine["device"]],
             tensor_parallel_size=engine["tensor_parallel_size"],
             async_scheduling=False,
             skip_tokenizer_init=True,
@@ -56,11 +61,17 @@ def load(locations: dict[str, Any], engine: dict[str, Any]) -> LLM:
             raise XdError(f"there is no memory for vLLM's cache: {' '.join(str(error).split())}", status=Status.RETRY,
                           code="out-of-memory", hint="it holds all frozen sequences: fewer or shorter ones need less",
                           ) from error  # fmt: skip
+        if _WORKER_FAILED in str(error):  # what failed it, only the worker said
+            raise XdError("a worker of vLLM does not start", status=Status.BUG, code="rank-died", where=where,
+                          hint="its last words are above, or with -v") from error  # fmt: skip
         raise XdError(f"vLLM cannot load this checkpoint: {type(error).__name__}: {error}", code="bad-checkpoint",
                       where=where) from error  # fmt: skip
     finally:
-        # vLLM puts functions that do nothing in the place of some of torch's
+        # vLLM puts functions that do nothing in the place of some of torch's, and where it has workers of its own it
+        # lets this process, which only schedules for them, have one thread
         torch.set_num_threads = set_threads
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
 
 def _require_known(directory: str, where: str, longest: int) -> None:

