@@ -46,6 +46,7 @@ POLICY_smollm2 ?= --runtime hf
 POLICY_smollm2-fp32 ?= --runtime hf
 POLICY_smollm2-cuda ?= --runtime hf
 POLICY_smollm2-vllm ?= --runtime-rollout vllm --runtime-training hf
+POLICY_smollm2-server ?= --runtime-rollout server --runtime-training hf
 POLICY ?= $(or $(POLICY_$(EXP)),$(error no policy for EXP=$(EXP): give POLICY='--runtime NAME' with a runtime such as cpu-smoke or hf))
 
 # Processes that tests are spread over: each may hold a model or two, so not one a core.
@@ -58,6 +59,7 @@ REPEATS_smollm2 ?= 1
 REPEATS_smollm2-fp32 ?= 1
 REPEATS_smollm2-cuda ?= 1
 REPEATS_smollm2-vllm ?= 1
+REPEATS_smollm2-server ?= 1
 ifndef REPEATS
 REPEATS := $(or $(REPEATS_$(EXP)),0)
 endif
@@ -68,6 +70,7 @@ NEEDS_smollm2 := sequences/smollm2.safetensors
 NEEDS_smollm2-fp32 := sequences/smollm2.safetensors
 NEEDS_smollm2-cuda := sequences/smollm2.safetensors
 NEEDS_smollm2-vllm := sequences/smollm2.safetensors
+NEEDS_smollm2-server := sequences/smollm2.safetensors
 
 # How the frozen sequences of the real model are sampled.
 ROLLOUT_smollm2 ?= --limit 8 --samples 2 --max-new-tokens 48 --temperature 1.0 --top-p 1.0 --seed 0 --batch-size 8
@@ -211,4 +214,5 @@ help: ## this list
 	  /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@printf '\nExperiments (EXP=): %s\n' "$(basename $(notdir $(wildcard experiments/*.json)))"
 	@printf '%s\n' "An experiment of one's own: CONFIG=FILE, EXP=its id, POLICY='--runtime NAME' (what scores it)" \
-	  "Also: REPEATS=N of the baseline, RUNS=DIR, VENV=DIR, PYTHON=its interpreter, WORKERS=N of the tests; -j: engines side by side; -k: on when one fails"
+	  "Also: REPEATS=N of the baseline, RUNS=DIR, VENV=DIR, PYTHON=its interpreter, WORKERS=N of the tests; -j: engines side by side; -k: on when one fails" \
+	  "The runtime server scores at XD_SERVER_URL=http://HOST:PORT, where a server must be running (EXP=smollm2-server)"

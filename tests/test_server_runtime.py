@@ -443,6 +443,11 @@ def test_the_chain_scores_and_says_what_was_not_shown(planned, tiny, xd, tmp_pat
     assert (comparison["status"], comparison["violations"]) == ("PASS", [])
     assert comparison["counts"]["active"] == int(FROZEN.active_mask.sum())
     readback = json.loads((attempt / "readback_rollout.json").read_text())
+    planned_operator = json.loads((attempt / "materialized.json").read_text())["sides"]["rollout"]["operator"]
+    for operator, unknown in ((planned_operator, ("version", "build", "inputs")),
+                              (readback["operator"], ("version", "build", "instance"))):  # fmt: skip
+        assert operator["backend"] == "native" and [operator[name] for name in unknown] == [None] * 3
+    assert readback["operator"]["logprobs"] == comparison["counts"]["active"]
     assert readback["observed"]["token_ids"] and readback["observed"]["weights_before"] is None
     assert [knob["knob"] for knob in readback["knobs"] if knob["status"] == "unobservable"] == ["logp.backend"]
     table = " ".join(xd("xd-compare", "--table", stdin=sealed.out).out.split())
