@@ -13,6 +13,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 PYTHON ?= python3
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
+VENV_LLAMACPP ?= .venv-llamacpp
 RUNS ?= runs
 EXP ?= s0
 # These become words of make and of the shell, so they are looked at before make itself expands them; where the checkout
@@ -24,8 +25,10 @@ unslashed = $(if $(filter %/,$1),$(call unslashed,$(patsubst %/,%,$1)),$1)
 override EXP := $(call plain,EXP,$(value EXP),/ ..)
 override VENV := $(call plain,VENV,$(value VENV))
 override VENV_VLLM := $(call plain,VENV_VLLM,$(value VENV_VLLM))
+override VENV_LLAMACPP := $(call plain,VENV_LLAMACPP,$(value VENV_LLAMACPP))
 override RUNS := $(call unslashed,$(call plain,RUNS,$(value RUNS)))
 MODEL := models/smollm2-135m-instruct
+LLAMACPP := examples/xd-runtime-llamacpp
 
 export VIRTUAL_ENV := $(abspath $(VENV))
 export PATH := $(CURDIR)/tools:$(VIRTUAL_ENV)/bin:$(PATH)
@@ -153,6 +156,10 @@ test: setup $(MODEL)/model.safetensors ## pytest, the kernels' tests under Trito
 	TRITON_INTERPRET=1 $(VENV)/bin/pytest -q -n $(WORKERS) tests/kernels
 	bats tests
 
+.PHONY: test-examples
+test-examples: $(VENV_LLAMACPP)/.ready ## the tests of examples/xd-runtime-llamacpp, in an environment of its own
+	$(VENV_LLAMACPP)/bin/python -m pytest -q $(LLAMACPP)
+
 .PHONY: lint
 lint: setup ## ruff and shellcheck
 	ruff check .
@@ -204,9 +211,16 @@ $(VENV_VLLM)/.ready: pyproject.toml constraints-vllm.txt
 	@$(VENV_VLLM)/bin/python -m pip install -q --disable-pip-version-check -c constraints-vllm.txt -e .
 	@touch $@
 
+# The adapter is installed as any package would be; beside it the training side that it is judged against.
+$(VENV_LLAMACPP)/.ready: pyproject.toml constraints.txt $(LLAMACPP)/pyproject.toml
+	@echo "setting up $(VENV_LLAMACPP) (once; a minute)" >&2
+	@$(VENV_LLAMACPP)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV_LLAMACPP)
+	@$(VENV_LLAMACPP)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e . -e './$(LLAMACPP)[test]'
+	@touch $@
+
 .PHONY: clean
 clean: ## remove the environments and caches; models, sequences and runs stay
-	rm -rf $(VENV) $(VENV_VLLM) build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_LLAMACPP) build .pytest_cache .ruff_cache .hypothesis
 
 .PHONY: help
 help: ## this list
