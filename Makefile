@@ -13,6 +13,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 PYTHON ?= python3
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
+VENV_LLAMACPP ?= .venv-llamacpp
 RUNS ?= runs
 EXP ?= s0
 # These become words of make and of the shell, so they are looked at before make itself expands them; where the checkout
@@ -24,9 +25,11 @@ unslashed = $(if $(filter %/,$1),$(call unslashed,$(patsubst %/,%,$1)),$1)
 override EXP := $(call plain,EXP,$(value EXP),/ ..)
 override VENV := $(call plain,VENV,$(value VENV))
 override VENV_VLLM := $(call plain,VENV_VLLM,$(value VENV_VLLM))
+override VENV_LLAMACPP := $(call plain,VENV_LLAMACPP,$(value VENV_LLAMACPP))
 override RUNS := $(call unslashed,$(call plain,RUNS,$(value RUNS)))
 MODEL := models/smollm2-135m-instruct
 PADDED := $(MODEL)-12-heads
+LLAMACPP := examples/xd-runtime-llamacpp
 
 export VIRTUAL_ENV := $(abspath $(VENV))
 export PATH := $(CURDIR)/tools:$(VIRTUAL_ENV)/bin:$(PATH)
@@ -48,6 +51,7 @@ POLICY_smollm2-fp32 ?= --runtime hf
 POLICY_smollm2-cuda ?= --runtime hf
 POLICY_smollm2-vllm ?= --runtime-rollout vllm --runtime-training hf
 POLICY_smollm2-vllm-cuda ?= --runtime-rollout vllm --runtime-training hf
+POLICY_smollm2-server ?= --runtime-rollout server --runtime-training hf
 POLICY ?= $(or $(POLICY_$(EXP)),$(error no policy for EXP=$(EXP): give POLICY='--runtime NAME' with a runtime such as cpu-smoke or hf))
 
 # Processes that tests are spread over: each may hold a model or two, so not one a core.
@@ -61,6 +65,7 @@ REPEATS_smollm2-fp32 ?= 1
 REPEATS_smollm2-cuda ?= 1
 REPEATS_smollm2-vllm ?= 1
 REPEATS_smollm2-vllm-cuda ?= 1
+REPEATS_smollm2-server ?= 1
 ifndef REPEATS
 REPEATS := $(or $(REPEATS_$(EXP)),0)
 endif
@@ -72,6 +77,7 @@ NEEDS_smollm2-fp32 := sequences/smollm2.safetensors
 NEEDS_smollm2-cuda := sequences/smollm2.safetensors
 NEEDS_smollm2-vllm := sequences/smollm2.safetensors
 NEEDS_smollm2-vllm-cuda := sequences/smollm2.safetensors
+NEEDS_smollm2-server := sequences/smollm2.safetensors
 
 # How the frozen sequences of the real model are sampled.
 ROLLOUT_smollm2 ?= --limit 8 --samples 2 --max-new-tokens 48 --temperature 1.0 --top-p 1.0 --seed 0 --batch-size 8
@@ -160,6 +166,10 @@ test: setup $(MODEL)/model.safetensors ## pytest, the kernels' tests under Trito
 	TRITON_INTERPRET=1 $(VENV)/bin/pytest -q -n $(WORKERS) tests/kernels
 	bats tests
 
+.PHONY: test-examples
+test-examples: $(VENV_LLAMACPP)/.ready ## the tests of examples/xd-runtime-llamacpp, in an environment of its own
+	$(VENV_LLAMACPP)/bin/python -m pytest -q $(LLAMACPP)
+
 .PHONY: lint
 lint: setup ## ruff and shellcheck
 	ruff check .
@@ -211,9 +221,16 @@ $(VENV_VLLM)/.ready: pyproject.toml constraints-vllm.txt
 	@$(VENV_VLLM)/bin/python -m pip install -q --disable-pip-version-check -c constraints-vllm.txt -e .
 	@touch $@
 
+# The adapter is installed as any package would be; beside it the training side that it is judged against.
+$(VENV_LLAMACPP)/.ready: pyproject.toml constraints.txt $(LLAMACPP)/pyproject.toml
+	@echo "setting up $(VENV_LLAMACPP) (once; a minute)" >&2
+	@$(VENV_LLAMACPP)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV_LLAMACPP)
+	@$(VENV_LLAMACPP)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e . -e './$(LLAMACPP)[test]'
+	@touch $@
+
 .PHONY: clean
 clean: ## remove the environments and caches; models, sequences and runs stay
-	rm -rf $(VENV) $(VENV_VLLM) build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_LLAMACPP) build .pytest_cache .ruff_cache .hypothesis
 
 .PHONY: help
 help: ## this list
@@ -221,4 +238,5 @@ help: ## this list
 	  /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@printf '\nExperiments (EXP=): %s\n' "$(basename $(notdir $(wildcard experiments/*.json)))"
 	@printf '%s\n' "An experiment of one's own: CONFIG=FILE, EXP=its id, POLICY='--runtime NAME' (what scores it)" \
-	  "Also: REPEATS=N of the baseline, RUNS=DIR, VENV=DIR, PYTHON=its interpreter, WORKERS=N of the tests; -j: engines side by side; -k: on when one fails"
+	  "Also: REPEATS=N of the baseline, RUNS=DIR, VENV=DIR, PYTHON=its interpreter, WORKERS=N of the tests; -j: engines side by side; -k: on when one fails" \
+	  "The runtime server scores at XD_SERVER_URL=http://HOST:PORT, where a server must be running (EXP=smollm2-server)"

@@ -74,8 +74,10 @@ def describe() -> dict[str, Any]:
     """This interpreter's environment (schema `environment`), without importing what it names.
 
     `xd` holds the scorer builds of this installation: a materialisation takes its side's `scorer` record from there
-    and keeps the rest as the side's `environment` (see `scorer` and `numeric`).
+    and keeps the rest as the side's `environment` (see `scorer` and `numeric`). `servers` is there when a runtime's
+    engine runs elsewhere (`url`), and holds what it says of itself.
     """
+    servers = _servers()
     return {
         "schema_version": SCHEMA_VERSION,
         "python": platform.python_version(),
@@ -87,13 +89,23 @@ def describe() -> dict[str, Any]:
         "packages": _packages(),
         "threads": {"cpus": _usable_cpus(), **_set(THREAD_VARIABLES, os.environ)},
         "variables": _numeric_variables(os.environ),
+        **({"servers": servers} if servers else {}),
         "xd": {"version": __version__, "scorers": _scorers()},
     }
 
 
-def numeric(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """The environment without the builds of xd: what a side's record and its fingerprints hold."""
-    return {key: value for key, value in environment.items() if key != "xd"}
+def numeric(environment: Mapping[str, Any], runtime: str) -> dict[str, Any]:
+    """The environment of a side scored by `runtime`: what its record and its fingerprints hold.
+
+    Without the builds of xd, and of the servers with that runtime's alone. XdError when this one does not answer.
+    """
+    kept = {key: value for key, value in environment.items() if key not in ("xd", "servers")}
+    server = environment.get("servers", {}).get(runtime)
+    if server is None:
+        return kept
+    if "error" in server:
+        raise XdError.from_record(server["error"])
+    return {**kept, "servers": {runtime: server}}
 
 
 def scorer(environment: Mapping[str, Any], runtime: str) -> dict[str, Any]:
@@ -108,6 +120,16 @@ def scorer(environment: Mapping[str, Any], runtime: str) -> dict[str, Any]:
             found=sorted(environment["xd"]["scorers"]), hint="install the runtime there, or name another --python",
         )
     return {"name": f"xd-score/{runtime}", "version": environment["xd"]["version"], "build": build}
+
+
+def url(runtime: str) -> str | None:
+    """Where a runtime's engine listens when it runs elsewhere: $XD_<RUNTIME>_URL. An address enters no file."""
+    return os.environ.get(url_variable(runtime)) or None
+
+
+def url_variable(runtime: str) -> str:
+    """XD_SERVER_URL of the runtime `server`."""
+    return f"XD_{runtime.upper().replace('-', '_')}_URL"
 
 
 # -- other interpreters
@@ -260,6 +282,22 @@ def _cuda_device(driver: ctypes.CDLL, index: int) -> dict[str, Any]:
         "capability": f"{major.value}.{minor.value}",
         "memory_bytes": memory.value,
     }
+
+
+# -- engines that run elsewhere
+
+
+def _servers() -> dict[str, Any]:
+    """Runtime -> what its server says of itself, or {"error"}: another runtime may be what is asked for."""
+    found = {}
+    for name in sorted(plugins.entries(registry.GROUP)):
+        account = getattr(registry.load(name), "account", None) if url(name) else None
+        if account is not None:
+            try:
+                found[name] = account()
+            except XdError as error:
+                found[name] = {"error": error.issues[0].record()}
+    return found
 
 
 # -- builds

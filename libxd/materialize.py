@@ -94,7 +94,7 @@ class _Side:
         self.runtime: Runtime = policy.runtimes[side]
         self.smoke_authorised = policy.allow_smoke_operators
         self.catalog = catalog
-        self.environment = environment.numeric(description)
+        self.environment = environment.numeric(description, self.runtime.name)
         self.scorer = environment.scorer(description, self.runtime.name)
         self.declared = declared_fallbacks(row)
         self.binding = row["operators"][OPERATION][side]
@@ -130,6 +130,8 @@ class _Side:
 
     def _bind(self, planned: KnobRecord) -> tuple[OperatorDescriptor | None, KnobRecord]:
         """The operator that will be used, and the record of logp.backend: the adapter's, unless it left that to us."""
+        if planned.status == "unobservable":  # the engine's own: which it is, nobody knows
+            return None, planned
         if planned.status != "applied":
             return self._known(self.binding["backend"]), planned
         asked = self.binding["backend"]

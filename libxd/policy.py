@@ -48,12 +48,14 @@ class Policy:
     def environments(self) -> dict[str, dict[str, Any]]:
         """Side -> environment of its interpreter; two interpreters are asked in parallel.
 
-        XdError 66 when one does not run, 69 when it has no xd runtime of that name.
+        XdError 66 when one does not run, 69 when it has no xd runtime of that name, and when a server that is to score
+        does not answer: once, and not of every row.
         """
         found = environment.of_each(self.pythons.values())
         sides = {side: found[self.pythons[side]] for side in SIDES}
         for side in SIDES:
             environment.scorer(sides[side], self.runtimes[side].name)
+            environment.numeric(sides[side], self.runtimes[side].name)
         return sides
 
 

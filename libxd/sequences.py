@@ -72,6 +72,12 @@ class Sequences:
         ends = self.cu_seqlens[:-1] + self.prompt_lens
         return {s for s, (end, stop) in enumerate(zip(ends, self.cu_seqlens[1:], strict=True)) if end < stop}
 
+    def unusual(self) -> int | None:
+        """The first sequence that masks a token or does not count its positions from 0; None: there is none."""
+        first = self.cu_seqlens[:-1].repeat(self.cu_seqlens[1:] - self.cu_seqlens[:-1])
+        usual = self.attention_mask & (self.positions == range(len(first)) - first)
+        return None if usual.all() else int(self.cu_seqlens.searchsorted(usual.argmin(), "right")) - 1
+
 
 def read(path: str | os.PathLike[str]) -> Sequences:
     """The sequences of a file, validated; arrays are read-only views into it. XdError 66 or 65."""

@@ -160,7 +160,7 @@ def test_each_runtime_has_a_scorer_build():
     assert scorer == {
         "name": "xd-score/hf", "version": described["xd"]["version"], "build": described["xd"]["scorers"]["hf"]
     }  # fmt: skip
-    assert "xd" not in environment.numeric(described)
+    assert "xd" not in environment.numeric(described, "hf")
 
 
 def test_an_interpreter_without_the_runtime_is_refused():

@@ -31,6 +31,7 @@ def scores(**changes):
 def test_scores_as_promised_pass():
     score_file.check(scores(), T)
     score_file.check(scores(logprobs=np.full(T, np.inf, np.float32)), T)  # a verdict, not an error
+    score_file.check(scores(positions=None, attention_mask=None, cache=None), T)  # not seen
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,8 @@ def test_scores_as_promised_pass():
         {"scored": np.ones(T - 1, bool)},
         {"token_ids": np.zeros(T, np.int64)},
         {"selected_ids": np.zeros(T + 1, np.int32)},
-        {"positions": None},
+        {"token_ids": None},
+        {"positions": np.zeros(T, np.int64)},
         {"attention_mask": np.ones(T, np.uint8)},
         {"cache": "perhaps"},
     ],

@@ -55,7 +55,9 @@ def policy_options(required: bool = True) -> Callable[[Callable[..., Any]], Call
 
 _OPTIONS = (
     click.option("--runtime", metavar="NAME", help="Runtime of both sides."),
-    click.option("--runtime-rollout", metavar="NAME", help="Runtime of the rollout side."),
+    click.option(
+        "--runtime-rollout", metavar="NAME", help="Runtime of the rollout side; `server` scores at $XD_SERVER_URL."
+    ),
     click.option("--runtime-training", metavar="NAME", help="Runtime of the training side."),
     click.option(
         "--python", metavar="PATH",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from libxd import plugins
@@ -60,11 +61,7 @@ class Operator:
 
     def returned(self) -> tuple[np.ndarray, np.ndarray]:
         """All that it was asked and all that it gave, call after call: ids int64 [n], logprobs float32 [n]."""
-        import numpy as np
-
-        ids, values = zip((np.empty(0), np.empty(0)), *self._returned, strict=True)
-        return np.concatenate(ids, dtype=np.int64, casting="unsafe"), np.concatenate(values, dtype=np.float32,
-                                                                                    casting="unsafe")  # fmt: skip
+        return _flat(self._returned)
 
     def take_over(self, other: Operator) -> None:
         """Be as a copy of this instance is by now, one that was called in another process."""
@@ -74,6 +71,33 @@ class Operator:
     @property
     def _arity(self) -> int:
         return 3 if self.inputs == "hidden" else 2
+
+
+class EnginesOwn:
+    """An engine's own step, which no operator reaches: it computes nothing, and is told what came out.
+
+    It stands where an `Operator` does. `version`, `build` and `implementation` are None: what ran was not seen.
+    """
+
+    version = build = implementation = None
+    inputs = None
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.calls = 0
+        self.temperatures: set[float] = set()
+        self.logits_given: set[int | None] = {None}  # not to be had
+        self._told: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def gave(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """One answer of the engine: logprobs float32 [n] in nats of ids [n]."""
+        self.calls += 1
+        self._told.append((ids.copy(), logprobs.copy()))
+
+    def returned(self) -> tuple[np.ndarray, np.ndarray]:
+        """All that it was told, as an Operator's: ids int64 [n], logprobs float32 [n]."""
+        return _flat(self._told)
 
 
 def checksum(logits: Any) -> int | None:
@@ -86,6 +110,14 @@ def checksum(logits: Any) -> int | None:
         return None
     integers = torch.int16 if logits.element_size() == 2 else torch.int32
     return int(logits.detach().contiguous().view(integers).sum(dtype=torch.int64))
+
+
+def _flat(answers: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    import numpy as np
+
+    ids, values = zip((np.empty(0), np.empty(0)), *answers, strict=True)
+    return np.concatenate(ids, dtype=np.int64, casting="unsafe"), np.concatenate(values, dtype=np.float32,
+                                                                                casting="unsafe")  # fmt: skip
 
 
 def _kept(tensor: Any) -> np.ndarray:

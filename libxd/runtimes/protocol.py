@@ -112,17 +112,17 @@ class ObservedInputs:
     token_ids int32 [T], selected_ids int32 [T] (the ids whose logprobs were taken; where none was taken, the fed id),
     positions int32 [T], attention_mask bool [T], scored bool [T] (a logprob was taken). A token that reached no model
     has id and position -1. `cache` is whether keys and values outlived a forward. `forwards`: what went into the model
-    together, forward by forward. `head_outputs`: `checksum` of each tensor of logits as the head gave it (None: the
-    engine does not show them).
+    together, forward by forward. `head_outputs`: `checksum` of each tensor of logits as the head gave it. None where
+    the engine does not show it.
     """
 
     token_ids: np.ndarray
     selected_ids: np.ndarray
-    positions: np.ndarray
-    attention_mask: np.ndarray
+    positions: np.ndarray | None
+    attention_mask: np.ndarray | None
     scored: np.ndarray
-    cache: Literal["kv_cache", "none"]
-    forwards: list[list[Piece]]
+    cache: Literal["kv_cache", "none"] | None
+    forwards: list[list[Piece]] | None
     head_outputs: frozenset[int] | None = None
 
 
@@ -156,10 +156,10 @@ class Engine(Protocol):
         """Use this selected-logprob instance from now on."""
 
     def state(self) -> dict[str, Any]:
-        """{"mode": "eval" | "train", "optimizer": bool} as the model and the process are now."""
+        """{"mode": "eval" | "train", "optimizer": bool} as the model and the process are now; None: not to be seen."""
 
-    def parameters(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes | BytesElsewhere]]:
-        """The weights held now: Hugging Face name, dtype name, shape, raw little-endian bytes."""
+    def parameters(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes | BytesElsewhere]] | None:
+        """The weights held now: Hugging Face name, dtype name, shape, raw little-endian bytes. None: not to be seen."""
 
     def buffers(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
         """What else the model holds between calls and no checkpoint pins, in the same form; the KV cache is none."""
@@ -210,6 +210,11 @@ class Runtime(Protocol):
     """An adapter. Importing its module imports no torch.
 
     Beside these, a runtime may have any of the following.
+    `operator_inputs: frozenset[str]`, of "logits" and "hidden": what it can hand an operator; without it, both. Empty:
+    its engine takes logprobs out of any operator's reach, so its record of `logp.backend` is `unobservable`, and it
+    tells the operator that it is bound to what it was given (`libxd.operators.session.EnginesOwn`).
+    `account() -> dict`, JSON, where its engine runs elsewhere, at `libxd.environment.url(name)`: what that says of
+    itself and what changes numbers, without address or path; XdError when it does not answer.
     `generator(model: str, dtype: str, device: str) -> Generator`, where it can sample; `model` is a checkpoint
     directory, or the runtime's own name for a model.
     `numerics() -> dict`, JSON, where its library has numeric state of the whole process (thread count, TF32, autocast):

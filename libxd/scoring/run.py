@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from libxd import canon, identity, schema
 from libxd.errors import Status, XdError
-from libxd.operators.session import Operator
-from libxd.runtimes.protocol import Engine, Scores, submission_batches
+from libxd.operators.session import EnginesOwn, Operator
+from libxd.runtimes.protocol import Engine, Observation, Scores, submission_batches
 from libxd.scoring import evidence, observer, readback, score_file
 from libxd.scoring.evidence import Snapshot
 from libxd.scoring.numerics import Numerics
@@ -29,7 +29,7 @@ class Run:
     scores, as which case. intact: the engine is as it was before it scored.
     """
 
-    def __init__(self, task: Task, sequences: Sequences, operator: Operator, numerics: Numerics) -> None:
+    def __init__(self, task: Task, sequences: Sequences, operator: Operator | EnginesOwn, numerics: Numerics) -> None:
         self.task = task
         self.sequences = sequences
         self.operator = operator
@@ -64,16 +64,14 @@ class Run:
         shown = engine.behaviour()
         after = Snapshot.take(engine)
         score_file.check(scores, len(self.sequences.token_ids))
-        ran = observer.batch_size(self.task.request, self.sequences, scores.observed.forwards)
-        if ran.value != self.task.request.batch_size:  # whatever the engine says of it
-            shown = {**shown, "batch.size": ran}
+        shown = {**shown, **self._other_batches(scores)}
         rest = readback.remaining(self.records, settings, shown)
         behaviour, refusals = readback.compare(rest, shown, "behaviour", self.strict)
         self.knobs = readback.merge(self.records, settings, behaviour)
         self.refusals = [
             *refusals, *self._changed_numerics("behaviour"), *self._submission(scores), *self._operators_work(scores)
         ]  # fmt: skip
-        self.parameters, self.changed_parameters = before.parameters, before.changed(after)
+        self.parameters, self.changed_parameters = before.parameters or {}, before.changed(after)
         self.buffers, self.not_parameters = before.buffers, sorted(engine.not_parameters())
         self.intact = before == after
         expected = identity.held_weights(self.task.identity["weights"][self.task.side], self.not_parameters)
@@ -86,7 +84,16 @@ class Run:
     def _changed_numerics(self, stage: readback.Stage) -> list[Refusal]:
         return self.numerics.refusals(stage, self.task.plan["engine"])
 
+    def _other_batches(self, scores: Scores) -> dict[str, Observation]:
+        """batch.size where forwards show another one than was asked, whatever the engine says of it."""
+        if scores.observed.forwards is None:
+            return {}
+        ran = observer.batch_size(self.task.request, self.sequences, scores.observed.forwards)
+        return {} if ran.value == self.task.request.batch_size else {"batch.size": ran}
+
     def _submission(self, scores: Scores) -> list[Refusal]:
+        if scores.observed.forwards is None:
+            return []
         request, sequences = self.task.request, self.sequences
         asked = submission_batches(sequences.num_sequences, request.submission, request.batch_size)
         ran = observer.batches(scores.observed.forwards)
@@ -175,7 +182,7 @@ class Run:
             "calls": operator.calls,
             "logprobs": len(operator.returned()[0]),
             "instance": operator.implementation,
-            "evidence": {"options": operator.options, "temperatures": sorted(operator.temperatures)},
+            "evidence": {"options": dict(operator.options), "temperatures": sorted(operator.temperatures)},
         }
 
     def _metadata(self) -> dict[str, Any]:
@@ -184,7 +191,8 @@ class Run:
             "schema_version": score_file.SCHEMA_VERSION,
             **self.task.stamp,
             "semantics": self.observed["semantics"],
-            "mode": self.observed["scoring_mode"],
+            # of an engine whose forwards cannot be seen, as which mode its numbers are meant
+            "mode": self.observed["scoring_mode"] or self.task.request.mode,
             "dtypes": {"parameters": self.observed["weights_dtype"], "logits": self.scores.logits_dtype},
             "observed": self.observed,
         }

@@ -19,7 +19,8 @@ SCHEMA_VERSION = "xd.score.v1"
 _FED = {
     "token_ids": "int32", "selected_ids": "int32", "positions": "int32", "attention_mask": "bool", "scored": "bool"
 }  # fmt: skip
-_CACHES = ("kv_cache", "none")
+_MAY_BE_UNSEEN = ("positions", "attention_mask")
+_CACHES = ("kv_cache", "none", None)
 
 
 def name(side: str) -> str:
@@ -32,6 +33,8 @@ def check(scores: Scores, num_tokens: int) -> None:
     found = {"logprobs": scores.logprobs, **{key: getattr(scores.observed, key) for key in _FED}}
     wanted = {"logprobs": "float32", **_FED}
     for key, array in found.items():
+        if array is None and key in _MAY_BE_UNSEEN:
+            continue
         form = (str(getattr(array, "dtype", type(array).__name__)), tuple(getattr(array, "shape", ())))
         if form != (wanted[key], (num_tokens,)):
             raise XdError(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from typing import Any
 
 from libxd import at_hand
 from libxd.errors import Status, XdError, ran_out_of_memory
 from libxd.operators import catalog
-from libxd.operators.session import OperatorSession
+from libxd.operators.session import EnginesOwn, Operator, OperatorSession
 from libxd.runtimes import registry
 from libxd.runtimes.protocol import Engine, EngineContext
 from libxd.scoring import lifecycle
@@ -49,9 +50,9 @@ class Scorer:
         self._require_process(task.needs, reuse)
         sequences = at_hand.sequences(task.requested)
         with OperatorSession(_catalog(task)) as session:
-            session.resolve(self.side, task.plan["operator"])
+            operator = _operator(session, self.side, task.plan["operator"])
             numerics = self._begin(task)
-            run = Run(task, sequences, session.instance(self.side), numerics)
+            run = Run(task, sequences, operator, numerics)
             try:
                 held = self._engine(task, reuse)
                 self._cases += 1
@@ -122,6 +123,14 @@ def as_xd_error(error: Exception) -> XdError:
                        hint="free memory on the device and run the same command again")
     return XdError(f"the engine failed: {said}", status=Status.BUG, code="engine-error",
                    hint="XD_DEBUG=1 shows the traceback")
+
+
+def _operator(session: OperatorSession, side: str, planned: dict[str, Any]) -> Operator | EnginesOwn:
+    """The instance for a side's `operator` record; without a build it is the engine's own step."""
+    if planned["build"] is None:
+        return EnginesOwn(planned["backend"])
+    session.resolve(side, planned)
+    return session.instance(side)
 
 
 def _catalog(task: Task) -> catalog.SemanticOperatorCatalog:

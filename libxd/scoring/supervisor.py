@@ -141,7 +141,7 @@ def require_environment(task: Task, described: dict[str, Any]) -> None:
     """XdError 69 with every difference between the interpreter that would score and the one materialised for."""
     expected = {"environment": task.plan["environment"], "scorer": task.plan["scorer"]}
     found = {
-        "environment": environment.numeric(described),
+        "environment": environment.numeric(described, task.plan["runtime"]),
         "scorer": environment.scorer(described, task.plan["runtime"]),
     }
     differing = differences(expected, found)

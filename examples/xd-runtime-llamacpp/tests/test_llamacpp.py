@@ -26,14 +26,10 @@ from libxd.runtimes import registry
 from libxd.runtimes.protocol import EngineContext, Request
 from libxd.scoring import observer
 from libxd.scoring.evidence import Snapshot
+from tolerances import AGAIN_NATS, FLOAT32_NATS
 from xd_runtime_llamacpp import conversion, mapped, slot
 from xd_runtime_llamacpp.engine import RolloutEngine
 from xd_runtime_llamacpp.server import Answer
-
-#: float32 on both sides, other orders of sums
-FLOAT32_NATS = 2e-5
-#: a log-softmax of logprobs, over a vocabulary of 260
-AGAIN_NATS = 1e-6
 
 ENVIRONMENT = {"packages": {"torch": "0"}}
 FROZEN = tiny.frozen(("what is it?", "hello"), ("what is it?", "no idea"), ("what else?", "he went"))
@@ -320,10 +316,10 @@ def test_what_it_cannot_do_is_unsupported_with_a_reason(model, tmp_path, knob, v
 # -- the chain
 
 
-def chain(place, model, held, *options):
+def chain(place, model, held, *options, runtime="llamacpp", **rollout):
     """(attempt, status and stderr of xd-score --side rollout, comparison or None)."""
-    row = tiny.row(place, model, held)
-    made = tiny.tool("xd-materialize", "--runs", place / "runs", "--runtime-rollout", "llamacpp", "--runtime-training",
+    row = tiny.row(place, model, held, **rollout)
+    made = tiny.tool("xd-materialize", "--runs", place / "runs", "--runtime-rollout", runtime, "--runtime-training",
                      "hf", *options, stdin=json.dumps(row) + "\n")  # fmt: skip
     assert made.returncode == 0, made.stderr
     rollout = tiny.tool("xd-score", "--side", "rollout", stdin=made.stdout)
@@ -336,15 +332,33 @@ def chain(place, model, held, *options):
     return attempt, rollout, json.loads((attempt / "comparison.json").read_text())
 
 
-def test_the_chain_judges_llamacpp_against_transformers(model, tmp_path):
+@pytest.mark.parametrize("caching", [True, False])
+def test_the_chain_judges_llamacpp_against_transformers(model, tmp_path, caching):
     pytest.importorskip("transformers")
-    attempt, _, comparison = chain(tmp_path, model, FROZEN)
+    attempt, _, comparison = chain(tmp_path, model, FROZEN, enable_prefix_caching=caching)
     assert comparison["status"] == "PASS" and comparison["violations"] == []
     assert comparison["counts"]["active"] == 19
     readback = json.loads((attempt / "readback_rollout.json").read_text())
     marked = [knob["knob"] for knob in readback["knobs"] if knob["status"] == "unobservable"]
     assert marked == ["rollout.enforce_eager"]
+    assert [k["actual"] for k in readback["knobs"] if k["knob"] == "rollout.enable_prefix_caching"] == [caching]
     assert readback["observed"]["semantics"] == {"temperature": 1, "top_p": None, "top_k": None, "penalties": None}
+
+
+@pytest.mark.parametrize(
+    ("runtime", "code", "place"),
+    [
+        ("llamacpp-holds-other-weights", "weights", "/parameters/model.layers.1.mlp.down_proj.weight"),
+        ("llamacpp-feeds-other-id", "token-ids", "/observed/token_ids"),
+    ],
+)
+def test_another_engine_than_it_says_is_an_invalid_identity(model, tmp_path, runtime, code, place):
+    pytest.importorskip("transformers")
+    attempt, _, comparison = chain(tmp_path, model, FROZEN, runtime=runtime)
+    assert comparison["status"] == "INVALID_IDENTITY" and (attempt / "token_diffs.safetensors").exists()
+    first = comparison["violations"][0]
+    assert (first["code"], first["side"]) == (code, "rollout")
+    assert first["path"] == f"readback_rollout.json#{place}"
 
 
 def test_strict_refuses_what_cannot_be_seen(model, tmp_path):

@@ -17,6 +17,8 @@ from libxd.sequences import Sequences
 
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, CONTEXT = 260, 64, 4, 2, 16, 96, 2, 64
 BIN = Path(sys.executable).parent
+#: runtimes that are llamacpp but for one thing, found by entry point
+ENGINES = Path(__file__).parent / "engines"
 
 
 def byte_tokens() -> list[str]:
@@ -112,8 +114,9 @@ def config(model: Path, held: Path, **rollout: Any) -> dict[str, Any]:
 
 def tool(name: str, *arguments: object, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """One of xd's tools, as it is installed beside this interpreter."""
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ENGINES), **environment}
     return subprocess.run([BIN / name, *map(str, arguments)], input=stdin, capture_output=True, text=True, check=False,
-                          timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})  # fmt: skip
+                          timeout=300, env={**os.environ, **settings})  # fmt: skip
 
 
 def row(place: Path, model: Path, held: Sequences, **rollout: Any) -> dict[str, Any]:

@@ -243,13 +243,11 @@ class RolloutEngine:
             raise XdError("a token id of the sequences is beyond the vocabulary of the model", code="bad-sequences",
                           path=f"/token_ids/{int(sequences.token_ids.argmax())}", found=largest,
                           expected=f"below {vocabulary}")  # fmt: skip
-        for s in range(sequences.num_sequences):
-            span = sequences.span(s)
-            counted = np.arange(span.stop - span.start)
-            if not sequences.attention_mask[span].all() or not np.array_equal(sequences.positions[span], counted):
-                raise XdError("llama.cpp's server counts positions from 0 and masks nothing, and these tokens are laid "
-                              "out otherwise", status=Status.REFUSED, code="unsupported-sequences",
-                              where=f"sequence {s}")  # fmt: skip
+        unusual = sequences.unusual()
+        if unusual is not None:
+            raise XdError("llama.cpp's server counts positions from 0 and masks nothing, and these tokens are laid out "
+                          "otherwise", status=Status.REFUSED, code="unsupported-sequences",
+                          where=f"sequence {unusual}")  # fmt: skip
 
     # -- read-back
 
