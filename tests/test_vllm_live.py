@@ -234,6 +234,7 @@ def test_a_rank_that_dies_ends_the_scoring_and_the_other_ranks(answer):
         ("a part of a fused weight", 65, "model.layers.0.self_attn.q_proj.weight"),
         ("no memory for the cache", 75, "fewer or shorter ones"),
         ("a worker that does not start", 70, "a worker of vLLM does not start"),
+        ("a worker that is killed while it starts", 70, "a worker of vLLM does not start"),
         ("no memory to score", 75, "smaller batch.size"),
         ("fewer logprobs", 70, "another number of logprobs"),
         ("another id", 70, "another id than the frozen one"),

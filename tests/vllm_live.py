@@ -459,9 +459,10 @@ def refused(place: Place) -> dict[str, Any]:
     tried("a part of a fused weight", model=part)
     with mock.patch.object(loading.memory, "of", lambda *given: memory.Sizes(6, 80, 300, 1 << 50)):
         tried("no memory for the cache")
-    failed = Exception("WorkerProc initialization failed due to an exception in a background process")
-    with mock.patch.object(loading, "LLM", side_effect=failed):
-        tried("a worker that does not start")
+    for name, said in (("a worker that does not start", "WorkerProc initialization failed due to an exception"),
+                       ("a worker that is killed while it starts", "cancelled")):  # fmt: skip
+        with mock.patch.object(loading, "LLM", side_effect=RuntimeError(said)):
+            tried(name)
     full = RuntimeError("DefaultCPUAllocator: can't allocate memory")
     with mock.patch.object(vllm.LLM, "generate", side_effect=full):
         tried("no memory to score")
