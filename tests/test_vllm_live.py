@@ -115,6 +115,8 @@ def test_an_operator_stands_in_the_sampler(answer, backend):
 @pytest.mark.answer("not_numbers")
 def test_logprobs_that_are_no_numbers_are_scores(answer):
     assert answer["nan"] == answer["scored"] > 0
+    assert answer["minus infinity"] == answer["ruled out"] != []
+    assert answer["finite"] == answer["scored"] - len(answer["ruled out"])
 
 
 # -- evidence
@@ -231,6 +233,8 @@ def test_a_rank_that_dies_ends_the_scoring_and_the_other_ranks(answer):
         ("fewer layers", 65, "model.layers.2"),
         ("a part of a fused weight", 65, "model.layers.0.self_attn.q_proj.weight"),
         ("no memory for the cache", 75, "fewer or shorter ones"),
+        ("a worker that does not start", 70, "a worker of vLLM does not start"),
+        ("a worker that is killed while it starts", 70, "a worker of vLLM does not start"),
         ("no memory to score", 75, "smaller batch.size"),
         ("fewer logprobs", 70, "another number of logprobs"),
         ("another id", 70, "another id than the frozen one"),

@@ -317,12 +317,23 @@ def head_alone(place: Place) -> list[str]:
 
 
 def not_numbers(place: Place) -> dict[str, Any]:
-    """Logprobs of a model of which one norm's weight is no number: scores, not an error."""
-    engine = place.open()
-    here(engine).model.model.norm.weight.data[0] = float("nan")
+    """Logprobs of a model that rules an id out, and of one of which a norm's weight is no number: scores, no error."""
+    import torch
+
+    engine, given = place.open(), place.frozen
+    model, active = here(engine).model, given.active_mask
+    ruled_out = int(given.token_ids[active][0])
+    hook = model.logits_processor.register_forward_hook(
+        lambda _module, _arguments, logits: logits.index_fill(-1, torch.tensor([ruled_out]), -torch.inf)
+    )
+    scored = place.score().logprobs[active]
+    hook.remove()
+    found = {"ruled out": np.flatnonzero(given.token_ids[active] == ruled_out).tolist(),
+             "minus infinity": np.flatnonzero(np.isneginf(scored)).tolist(),
+             "finite": int(np.isfinite(scored).sum())}  # fmt: skip
+    model.model.norm.weight.data[0] = float("nan")
     scores = place.score()
-    return {"nan": int(np.isnan(scores.logprobs[place.frozen.active_mask]).sum()),
-            "scored": int(scores.observed.scored.sum())}  # fmt: skip
+    return {**found, "nan": int(np.isnan(scores.logprobs[active]).sum()), "scored": int(scores.observed.scored.sum())}
 
 
 def two_ranks(place: Place) -> dict[str, Any]:
@@ -448,6 +459,10 @@ def refused(place: Place) -> dict[str, Any]:
     tried("a part of a fused weight", model=part)
     with mock.patch.object(loading.memory, "of", lambda *given: memory.Sizes(6, 80, 300, 1 << 50)):
         tried("no memory for the cache")
+    for name, said in (("a worker that does not start", "WorkerProc initialization failed due to an exception"),
+                       ("a worker that is killed while it starts", "cancelled")):  # fmt: skip
+        with mock.patch.object(loading, "LLM", side_effect=RuntimeError(said)):
+            tried(name)
     full = RuntimeError("DefaultCPUAllocator: can't allocate memory")
     with mock.patch.object(vllm.LLM, "generate", side_effect=full):
         tried("no memory to score")

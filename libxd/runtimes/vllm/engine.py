@@ -39,8 +39,22 @@ class RolloutEngine(TorchEngine):
         self._cached: list[int] = []
 
     def _ask(self, question: str, *arguments: Any) -> list[Any]:
-        """Each rank's answer, in rank order."""
-        return self.llm.collective_rpc(rank.ask, args=(question, *arguments))
+        """Each rank's answer, in rank order. XdError 75 when a worker died."""
+        with self._living():
+            return self.llm.collective_rpc(rank.ask, args=(question, *arguments))
+
+    @contextlib.contextmanager
+    def _living(self) -> Iterator[None]:
+        """What fails because a worker died says so."""
+        try:
+            yield
+        except Exception as error:
+            workers = getattr(self._core().model_executor, "workers", None) or []
+            if isinstance(error, XdError) or all(worker.proc.is_alive() for worker in workers):
+                raise
+            raise XdError("a worker of vLLM died; nothing was scored", status=Status.RETRY, code="rank-died",
+                          hint="-v shows what it said; run again, and if it recurs see whether memory ran out",
+                          ) from error  # fmt: skip
 
     # -- protocol
 
@@ -77,23 +91,19 @@ class RolloutEngine(TorchEngine):
         return sorted(self._checkpoint_tensors - self._weight_names())
 
     def score(self, sequences: Sequences, request: Request) -> Scores:
-        """As TorchEngine. XdError 69 for sequences that vLLM cannot be given as they are, 75 when memory runs out."""
+        """As TorchEngine. XdError 69 for sequences that vLLM cannot be given as they are, 75 when memory runs out or a
+        worker dies."""
         _require_plain(sequences)
         if not self.llm.reset_prefix_cache():
             raise XdError("vLLM does not empty its prefix cache", status=Status.BUG, code="engine-error")
         try:
-            return super().score(sequences, request)
+            with self._living():
+                return super().score(sequences, request)
         except Exception as error:
-            if isinstance(error, XdError):
+            if isinstance(error, XdError) or not ran_out_of_memory(error):
                 raise
-            if ran_out_of_memory(error):
-                raise XdError(f"vLLM ran out of memory: {' '.join(str(error).split())}", status=Status.RETRY,
-                              code="out-of-memory", hint="a smaller batch.size needs less") from error  # fmt: skip
-            if getattr(self._core().model_executor, "is_failed", False):
-                raise XdError("a worker of vLLM died while it scored", status=Status.RETRY, code="rank-died",
-                              hint="its last words are above, or with -v; if it recurs, see whether memory ran out",
-                              ) from error  # fmt: skip
-            raise
+            raise XdError(f"vLLM ran out of memory: {' '.join(str(error).split())}", status=Status.RETRY,
+                          code="out-of-memory", hint="a smaller batch.size needs less") from error  # fmt: skip
 
     def behaviour(self) -> dict[str, Observation]:
         assert self._observer is not None and self._sequences is not None

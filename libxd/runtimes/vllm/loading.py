@@ -15,8 +15,9 @@ from libxd.runtimes.vllm import memory
 
 #: how vLLM says that its cache does not fit
 _NO_ROOM = ("requested memory for kv", "KV cache memory", "No available memory for the cache blocks")
-#: and that one of its workers has failed before it was ready
-_WORKER_FAILED = "WorkerProc initialization failed"
+#: and that one of its workers has failed before all were ready: by an error of its own, or killed
+_WORKER_FAILED = ("WorkerProc initialization failed", "Executor failed")
+_WORKER_DIED = "cancelled"
 #: vLLM does not start when less than this part of a GPU is free, whatever it is going to take
 _OF_DEVICE: dict[str, dict[str, Any]] = {"cpu": {}, "cuda": {"gpu_memory_utilization": 0.01}}
 
@@ -61,7 +62,8 @@ def load(locations: dict[str, Any], engine: dict[str, Any]) -> LLM:
             raise XdError(f"there is no memory for vLLM's cache: {' '.join(str(error).split())}", status=Status.RETRY,
                           code="out-of-memory", hint="it holds all frozen sequences: fewer or shorter ones need less",
                           ) from error  # fmt: skip
-        if _WORKER_FAILED in str(error):  # what failed it, only the worker said
+        if str(error) == _WORKER_DIED or any(words in str(error) for words in _WORKER_FAILED):
+            # what failed it, only the worker said
             raise XdError("a worker of vLLM does not start", status=Status.BUG, code="rank-died", where=where,
                           hint="its last words are above, or with -v") from error  # fmt: skip
         raise XdError(f"vLLM cannot load this checkpoint: {type(error).__name__}: {error}", code="bad-checkpoint",
