@@ -120,14 +120,15 @@ def test_batch_invariance_is_no_obstacle_on_cuda():
     ("changes", "variables", "named"),
     [
         ({}, {}, {}),
-        ({"device": "cuda"}, {}, {"float32_matmul_precision": "highest", "matmul_tf32": False}),
+        ({"device": "cuda"}, {}, {"sdp_cudnn": False, "float32_matmul_precision": "highest", "matmul_tf32": False}),
         ({"device": "cuda"}, {"VLLM_FLOAT32_MATMUL_PRECISION": "high"},
-         {"float32_matmul_precision": "high", "matmul_tf32": True}),
+         {"sdp_cudnn": False, "float32_matmul_precision": "high", "matmul_tf32": True}),
         ({"device": "cuda"}, {"VLLM_BATCH_INVARIANT": "1"},
-         {"float32_matmul_precision": "highest", "matmul_tf32": False, "cudnn_tf32": "contradictory",
-          "matmul_fp16_reduced_precision_reduction": False, "matmul_bf16_reduced_precision_reduction": False}),
-        # workers have a state of their own, and this process keeps the one it began with
-        ({"device": "cuda", "rollout__tensor_parallel_size": 2}, {"VLLM_BATCH_INVARIANT": "1"}, {}),
+         {"sdp_cudnn": False, "float32_matmul_precision": "highest", "matmul_tf32": False,
+          "cudnn_tf32": "contradictory", "matmul_fp16_reduced_precision_reduction": False,
+          "matmul_bf16_reduced_precision_reduction": False}),
+        # workers have a state of their own; this process has what importing vLLM does to it
+        ({"device": "cuda", "rollout__tensor_parallel_size": 2}, {"VLLM_BATCH_INVARIANT": "1"}, {"sdp_cudnn": False}),
     ],
 )  # fmt: skip
 def test_numeric_state_that_vllm_sets_by_its_variables_is_materialised(changes, variables, named):

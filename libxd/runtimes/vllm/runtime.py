@@ -134,18 +134,20 @@ class _Machine:
         return process.variables(self._device, ranks or 1, self._variables)
 
     def numerics(self, ranks: int | None) -> dict[str, Any]:
-        """The numeric state that vLLM's variables put the process of its only rank into, as `live.numerics` names it.
+        """The numeric state that vLLM puts this process into, of its only rank by variables, as `live.numerics` names it.
 
-        In its batch-invariant mode it sets the precision of cuDNN's operations one by one, and torch has no answer then
-        to whether cuDNN uses TF32.
+        On CUDA it turns cuDNN's attention off as soon as it is imported. In its batch-invariant mode it sets the
+        precision of cuDNN's operations one by one, and torch has no answer then to whether cuDNN uses TF32.
         """
-        if self._device != "cuda" or (ranks or 1) > 1:
+        if self._device != "cuda":
             return {}
+        if (ranks or 1) > 1:
+            return {"sdp_cudnn": False}
         precision = self._variables.get("VLLM_FLOAT32_MATMUL_PRECISION", "highest")
-        found = {"float32_matmul_precision": precision, "matmul_tf32": precision != "highest"}
+        found = {"sdp_cudnn": False, "float32_matmul_precision": precision, "matmul_tf32": precision != "highest"}
         if self._variables.get("VLLM_BATCH_INVARIANT", "0") == "0":
             return found
-        return {"float32_matmul_precision": "highest", "matmul_tf32": False, "cudnn_tf32": "contradictory",
+        return {**found, "float32_matmul_precision": "highest", "matmul_tf32": False, "cudnn_tf32": "contradictory",
                 "matmul_fp16_reduced_precision_reduction": False,
                 "matmul_bf16_reduced_precision_reduction": False}  # fmt: skip
 
