@@ -8,7 +8,7 @@ numbers keep their dtype.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +42,15 @@ def parameter_digest(dtype: str, shape: Iterable[int], chunks: Iterable[bytes | 
 
 def held_digest(dtype: str, shape: Iterable[int], raw: bytes | BytesElsewhere) -> str:
     """`parameter_digest` of what an engine holds: bytes here, or where they lie."""
+    return begin_digest(dtype, shape, raw)()
+
+
+def begin_digest(dtype: str, shape: Iterable[int], raw: bytes | BytesElsewhere) -> Callable[[], str]:
+    """`held_digest`, begun; what is returned waits for it. A device is given the next one to do meanwhile."""
     if isinstance(raw, bytes):
-        return parameter_digest(dtype, shape, [raw])
-    return raw.blake3_hexdigest(_header(dtype, shape))
+        digest = parameter_digest(dtype, shape, [raw])
+        return lambda: digest
+    return raw.begin_blake3(_header(dtype, shape))
 
 
 def _header(dtype: str, shape: Iterable[int]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from blake3 import blake3
@@ -18,16 +19,25 @@ def blake3_hexdigest(tensor: torch.Tensor, prefix: bytes = b"") -> str:
     tensor: any dtype and strides; one that is not contiguous is copied. On a GPU it takes the kernels, on the CPU the
     blake3 package: the same function, so the digests are equal. Extra memory on a GPU: a 32nd of the tensor.
     """
+    return begin_blake3(tensor, prefix)()
+
+
+def begin_blake3(tensor: torch.Tensor, prefix: bytes = b"") -> Callable[[], str]:
+    """`blake3_hexdigest`, begun; what is returned waits for it. The host can begin the next one meanwhile.
+
+    The tensor may be changed or freed at once by what comes later on the same stream.
+    """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if not use_kernels(flat):
         hasher = blake3(prefix, max_threads=blake3.AUTO)
         hasher.update(flat.numpy())
-        return hasher.hexdigest()
+        return hasher.hexdigest
     from xdkernels.jit import blake3 as kernels
 
     head = _on_device(prefix, flat.device)
     values = kernels.chunks(head, _words(flat), len(prefix), len(prefix) + len(flat))
-    return kernels.root(values).cpu().numpy().astype("<i4").tobytes().hex()
+    root = kernels.root(values)
+    return lambda: root.cpu().numpy().astype("<i4").tobytes().hex()
 
 
 def _words(flat: torch.Tensor) -> torch.Tensor:

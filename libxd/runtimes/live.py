@@ -60,11 +60,11 @@ class DeviceBytes:
 
     tensor: Tensor
 
-    def blake3_hexdigest(self, prefix: bytes) -> str:
+    def begin_blake3(self, prefix: bytes) -> Callable[[], str]:
         """BLAKE3 over the prefix and the elements, in row-major order. GPUs are little-endian."""
-        from xdkernels.digest import blake3_hexdigest
+        from xdkernels.digest import begin_blake3
 
-        return blake3_hexdigest(self.tensor, prefix)
+        return begin_blake3(self.tensor, prefix)
 
 
 def raw_bytes(tensor: Tensor) -> bytes | DeviceBytes:

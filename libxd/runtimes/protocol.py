@@ -6,7 +6,7 @@ nor an engine; `open` runs in the scorer's child alone. Shapes: B sequences, T t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -142,8 +142,8 @@ class Scores:
 class BytesElsewhere(Protocol):
     """Little-endian bytes in a device's memory. They may change when the iterator that gave them goes on."""
 
-    def blake3_hexdigest(self, prefix: bytes) -> str:
-        """BLAKE3 (64 hex digits) over the prefix and them."""
+    def begin_blake3(self, prefix: bytes) -> Callable[[], str]:
+        """Begin BLAKE3 over the prefix and them as they are now; what is returned waits for its 64 hex digits."""
 
 
 class Engine(Protocol):

@@ -46,11 +46,12 @@ class Snapshot:
     @classmethod
     def take(cls, engine: Engine) -> Snapshot:
         """Digest every weight and buffer the engine holds now. Several dtypes of weights are named joined by "+"."""
-        digests, dtypes = {}, set()
+        begun, dtypes = {}, set()
         held = engine.parameters()
         for name, dtype, shape, raw in held or ():
-            digests[name] = checkpoint.held_digest(dtype, shape, raw)
+            begun[name] = checkpoint.begin_digest(dtype, shape, raw)
             dtypes.add(dtype)
+        digests = {name: digest() for name, digest in begun.items()}
         state = engine.state()
         buffers = {
             name: {"dtype": dtype, "digest": checkpoint.held_digest(dtype, shape, raw)}

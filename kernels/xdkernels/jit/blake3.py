@@ -106,14 +106,15 @@ def _loaded(place, stride, held):
 
 
 @triton.jit
-def _word(data, place, last, split, there):
-    """The message's word that begins `split` bits before the data's word `place`: of that word and the one before it.
+def _of_data(data, place, last, there):
+    """The data's word at `place`; 0 before and behind it."""
+    return tl.load(data + place, mask=there & (place >= 0) & (place <= last), other=0).to(tl.uint32, bitcast=True)
 
-    Beyond the data, whose last word is `last`, are zeros.
-    """
-    low = tl.load(data + place - 1, mask=there & (place > 0) & (place <= last + 1), other=0).to(tl.uint32, bitcast=True)
-    high = tl.load(data + place, mask=there & (place >= 0) & (place <= last), other=0).to(tl.uint32, bitcast=True)
-    return (((high.to(tl.uint64) << 32) | low.to(tl.uint64)) >> (32 - split)).to(tl.uint32)
+
+@triton.jit
+def _shifted(before, word, split):
+    """The message's word that begins `split` bits before a word of the data: of that word and the one before it."""
+    return (((word.to(tl.uint64) << 32) | before.to(tl.uint64)) >> (32 - split)).to(tl.uint32)
 
 
 @triton.jit
@@ -143,22 +144,39 @@ def _chunks_kernel(prefix, data, values, size, chunks, deepest, whole, split, la
         word = chunk * 256 + block * 16
         place = word - whole
         there = held & (block < blocks)
-        m0 = _word(data, place + 0, last, split, there)
-        m1 = _word(data, place + 1, last, split, there)
-        m2 = _word(data, place + 2, last, split, there)
-        m3 = _word(data, place + 3, last, split, there)
-        m4 = _word(data, place + 4, last, split, there)
-        m5 = _word(data, place + 5, last, split, there)
-        m6 = _word(data, place + 6, last, split, there)
-        m7 = _word(data, place + 7, last, split, there)
-        m8 = _word(data, place + 8, last, split, there)
-        m9 = _word(data, place + 9, last, split, there)
-        m10 = _word(data, place + 10, last, split, there)
-        m11 = _word(data, place + 11, last, split, there)
-        m12 = _word(data, place + 12, last, split, there)
-        m13 = _word(data, place + 13, last, split, there)
-        m14 = _word(data, place + 14, last, split, there)
-        m15 = _word(data, place + 15, last, split, there)
+        before = _of_data(data, place - 1, last, there)
+        d0 = _of_data(data, place + 0, last, there)
+        d1 = _of_data(data, place + 1, last, there)
+        d2 = _of_data(data, place + 2, last, there)
+        d3 = _of_data(data, place + 3, last, there)
+        d4 = _of_data(data, place + 4, last, there)
+        d5 = _of_data(data, place + 5, last, there)
+        d6 = _of_data(data, place + 6, last, there)
+        d7 = _of_data(data, place + 7, last, there)
+        d8 = _of_data(data, place + 8, last, there)
+        d9 = _of_data(data, place + 9, last, there)
+        d10 = _of_data(data, place + 10, last, there)
+        d11 = _of_data(data, place + 11, last, there)
+        d12 = _of_data(data, place + 12, last, there)
+        d13 = _of_data(data, place + 13, last, there)
+        d14 = _of_data(data, place + 14, last, there)
+        d15 = _of_data(data, place + 15, last, there)
+        m0 = _shifted(before, d0, split)
+        m1 = _shifted(d0, d1, split)
+        m2 = _shifted(d1, d2, split)
+        m3 = _shifted(d2, d3, split)
+        m4 = _shifted(d3, d4, split)
+        m5 = _shifted(d4, d5, split)
+        m6 = _shifted(d5, d6, split)
+        m7 = _shifted(d6, d7, split)
+        m8 = _shifted(d7, d8, split)
+        m9 = _shifted(d8, d9, split)
+        m10 = _shifted(d9, d10, split)
+        m11 = _shifted(d10, d11, split)
+        m12 = _shifted(d11, d12, split)
+        m13 = _shifted(d12, d13, split)
+        m14 = _shifted(d13, d14, split)
+        m15 = _shifted(d14, d15, split)
         if tl.program_id(0) * LANES * 256 + block * 16 <= whole:
             m0 = m0 | _of_prefix(prefix, word + 0, whole)
             m1 = m1 | _of_prefix(prefix, word + 1, whole)

@@ -134,10 +134,11 @@ class _Machine:
         return process.variables(self._device, ranks or 1, self._variables)
 
     def numerics(self, ranks: int | None) -> dict[str, Any]:
-        """The numeric state that vLLM puts this process into, of its only rank by variables, as `live.numerics` names it.
+        """The numeric state that vLLM puts this process into, as `live.numerics` names it.
 
-        On CUDA it turns cuDNN's attention off as soon as it is imported. In its batch-invariant mode it sets the
-        precision of cuDNN's operations one by one, and torch has no answer then to whether cuDNN uses TF32.
+        On CUDA it turns cuDNN's attention off as soon as it is imported; its variables reach an only rank's process.
+        In its batch-invariant mode it sets the precision of cuDNN's operations one by one, and torch has no answer then
+        to whether cuDNN uses TF32.
         """
         if self._device != "cuda":
             return {}
