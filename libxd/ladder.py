@@ -210,7 +210,7 @@ def _precision(attempt: Attempt, side: str) -> tuple[str, float]:
 
 
 def _sample(attempt: Attempt, difference: dict[str, Any], unit_roundoff: float) -> Sample:
-    """From the sums of each sequence beside the token differences. XdError 65 when they do not give the verdict's mean."""
+    """From the sums of each sequence beside the token differences. XdError 65 when they do not give that mean."""
     path = attempt.file("token_diffs.safetensors")
     with TensorFile(path) as file:
         sums, counts = (np.array(file.array(name)) for name in ("sequence_sum_absolute", "sequence_active"))

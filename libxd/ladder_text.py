@@ -72,8 +72,8 @@ def _fit(ladder: Ladder) -> str:
         said.append(f"Slope of log mean over log u: {_interval(vars(judged.slope))} (rounding nears 1, a mistake 0).")
     if judged.mean and judged.maximum:
         said.append(
-            f"Left on the finest rung: mean {number(judged.mean.left)}, max {number(judged.maximum.left)}; rounding may "
-            f"leave {number(judged.mean.allowed)} and {number(judged.maximum.allowed)}."
+            f"Left on the finest rung: mean {number(judged.mean.left)}, max {number(judged.maximum.left)}; rounding "
+            f"may leave {number(judged.mean.allowed)} and {number(judged.maximum.allowed)}."
         )
     return " ".join(said)
 

@@ -28,8 +28,8 @@ TF32_ROUNDOFF = 2.0**-11
 
 #: how many times the factor of the coarser rungs the finest may show
 LIMIT = 32.0
-#: factors of the coarser rungs, in nats, below which none is believed: two engines may round alike in a coarse dtype, bit
-#: for bit, and differ in float32. A 135M model's factors, of means and of the largest difference
+#: factors of the coarser rungs, in nats, below which none is believed: two engines may round alike in a coarse dtype,
+#: bit for bit, and differ in float32. About a 135M model's factors, of the mean and of the largest difference
 LEAST_FACTOR = {"mean": 8.0, "max": 64.0}
 #: rungs whose roundoffs are not further apart than this cannot tell the two: a factor may grow by so much by itself
 SPAN = 16.0 * LIMIT
@@ -60,7 +60,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Interval:
-    """A value, and where 95 % of bootstrap draws over sequences fall; low and high None with fewer than two sequences."""
+    """A value, and where 95 % of bootstrap draws over sequences fall; None with fewer than two sequences."""
 
     value: float
     low: float | None
@@ -173,8 +173,8 @@ def _draws(samples: Sequence[Sample]) -> np.ndarray | None:
     if np.count_nonzero(counts) < 2:
         return None
     blocks = _blocks(counts)
-    legacy = np.random.RandomState(_SEED)  # noqa: NPY002  its stream is frozen: the same interval under any numpy
-    drawn = legacy.multinomial(blocks.size, np.full(blocks.size, 1 / blocks.size), DRAWS).astype(np.float64)
+    stream = np.random.RandomState(_SEED)  # the old kind, which is frozen: the same interval under any numpy
+    drawn = stream.multinomial(blocks.size, np.full(blocks.size, 1 / blocks.size), DRAWS).astype(np.float64)
     return drawn[drawn @ blocks > 0]
 
 

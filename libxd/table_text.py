@@ -47,8 +47,8 @@ def lines(table: Table, style: Callable[[str, str], str] = lambda text, what: te
         for name, cells in zip_longest(names, row, fillvalue=None):
             out.append(_line((name or "", *(cells or _EMPTY)[1:]), widths, style))
     out += ["", *_legend(table)]
-    for number, note in enumerate(notes, 1):
-        out += textwrap.wrap(f"[{number}] {note}", WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    for place, note in enumerate(notes, 1):
+        out += textwrap.wrap(f"[{place}] {note}", WIDTH, subsequent_indent="    ", break_on_hyphens=False)
     return [line.rstrip() for line in out]
 
 

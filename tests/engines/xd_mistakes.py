@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from libxd.runtimes.hf.runtime import Hf
 from torch import Tensor, nn
 
 
@@ -127,33 +126,6 @@ def one_token(engine: Any) -> None:
         return torch.cat([logits[:1] * 1.01, logits[1:]])
 
     _output(engine.head, first)
-
-
-#: name -> what is done; "all_positions_shifted" is the one that is none
-MISTAKES: dict[str, Callable[[Any], None]] = {
-    function.__name__: function
-    for function in (
-        temperature, weight, stale_weights, positions_shifted, attention_unscaled, padded_vocabulary, label_shift,
-        top_p, half_cache, norm_epsilon, rotary_bfloat16, logits_bfloat16, other_id, one_token, all_positions_shifted,
-    )
-}  # fmt: skip
-
-
-class Wrong(Hf):
-    """hf, and one of the mistakes."""
-
-    def __init__(self, mistake: Callable[[Any], None]) -> None:
-        self.name = runtime_name(mistake.__name__)
-        self._mistake = mistake
-
-    def open(self, side: str, plan: dict[str, Any], context: Any) -> Any:
-        engine = super().open(side, plan, context)
-        self._mistake(engine)
-        return engine
-
-
-def runtime_name(mistake: str) -> str:
-    return "hf-wrong-" + mistake.replace("_", "-")
 
 
 def _output(module: nn.Module, change: Callable[[Any], Any]) -> None:
