@@ -2,9 +2,9 @@
 
     python -P dev/climb.py SEQUENCES OUT [ARM]...
 
-Every arm goes through the tools: planned, scored by hf on both sides, compared, sealed, read by xd-ladder. A wrong arm's
-training side is a runtime of tests/engines/xd_mistaken_hf.py. OUT gets a config and a run directory an arm; arms that
-are there are read, not scored again.
+Every arm goes through the tools: planned, scored by hf on both sides, compared, sealed, read by xd-ladder. Of a wrong
+arm the training side is a runtime of tests/engines/xd_mistaken_hf.py. OUT gets a config and a run directory an arm;
+arms that are there are read, not scored again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from xd_mistaken_hf import HARMLESS, MISTAKES, runtime_name  # noqa: E402
 #: arm -> what is another than experiments/ladder.json says
 RIGHT: dict[str, dict[str, Any]] = {
     "decode": {},
-    "prefill": {"identity": {"rollout_mode": "prefill"}, "rollout": {"enable_prefix_caching": False}},
+    "prefill": {
+        "identity": {"rollout_mode": "prefill", "cache_policy": {"rollout": "forbidden", "training": "forbidden"}},
+        "rollout": {"enable_prefix_caching": False},
+    },
     "eager": {"training": {"attention_backend": "eager"}},
     "batch_1": {"batch": {"size": 1}},
     "no_prefix_caching": {"rollout": {"enable_prefix_caching": False}},
@@ -76,11 +79,17 @@ def config(changes: dict[str, Any], sequences: Path) -> dict[str, Any]:
 
 def row(arm: str, ladder: dict[str, Any]) -> str:
     rungs = {rung["dtypes"]["training"]: rung for rung in ladder["rungs"]}
-    means = [f"{rungs[dtype]['mean_absolute']:.1e}, {rungs[dtype]['max_absolute']:.1e}" for dtype in DTYPES]
+    means = [_figures(rungs[dtype]) for dtype in DTYPES]
     slope = ladder["slope"]
     fit = f"{slope['value']:.2f} [{slope['low']:.2f}, {slope['high']:.2f}]"
     left = [f"{ladder[which]['left'] / ladder[which]['allowed']:.3g}" for which in ("mean", "max")]
-    return " | ".join((f"| {arm}", *means, fit, *left, f"**{ladder['answer']}** |"))
+    return " | ".join((f"| {arm}", *means, fit, *left, f"{ladder['answer']} |"))
+
+
+def _figures(rung: dict[str, Any]) -> str:
+    if rung["mean_absolute"] is None:
+        return rung["status"]
+    return f"{rung['mean_absolute']:.1e}, {rung['max_absolute']:.1e}"
 
 
 def tool(name: str, *arguments: object, stdin: str = "") -> str:

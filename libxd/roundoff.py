@@ -92,23 +92,29 @@ class Judgement:
 def judge(samples: Sequence[Sample]) -> Judgement:
     """Whether what is left on the finest of these rungs is rounding.
 
-    The rule. Each coarser rung gives a factor |d| / u; the least of them, at least `LEAST_FACTOR`, times `LIMIT` and
-    the finest u is what rounding may leave there. More than that, on average or at a single token, is a `bug`. Neither
-    is `rounding`; an average whose bootstrap interval holds the limit is `undecided`, and so are rungs of which the
-    finest is not `SPAN` times finer than another.
+    The rule. Each coarser rung gives a factor |d| / u: of averages the least counts, of the largest |d|, which is one
+    draw from a tail, the greatest, and at least `LEAST_FACTOR`. It times `LIMIT` and the finest u is what rounding may
+    leave there. More than that, on average or at a single token, is a `bug`. Neither is `rounding`; an average whose
+    bootstrap interval holds the limit is `undecided`, and so are rungs of which the finest is not `SPAN` times finer
+    than another.
     """
     samples = [sample for sample in samples if sample.counts.sum()]
     slope = _slope(samples)
     if not samples:
-        return Judgement("undecided", "no rung has an active token", None, None, None)
+        return Judgement("undecided", "no rung holds valid scores of active tokens", None, None, None)
     finest = min(sample.unit_roundoff for sample in samples)
     fine = [sample for sample in samples if sample.unit_roundoff == finest]
     coarse = [sample for sample in samples if sample.unit_roundoff >= SPAN * finest]
     if not coarse:
         return Judgement("undecided", _missing(samples), slope, None, None)
     drawn = _draws(samples)
-    mean = _remainder([s.mean for s in fine], finest, [s.mean / s.unit_roundoff for s in coarse], "mean")
-    largest = _remainder([s.maximum for s in fine], finest, [s.maximum / s.unit_roundoff for s in coarse], "max")
+    factors = {
+        "mean": min(sample.mean / sample.unit_roundoff for sample in coarse),
+        "max": max(sample.maximum / sample.unit_roundoff for sample in coarse),
+    }
+    allowed = {what: LIMIT * finest * max(factor, LEAST_FACTOR[what]) for what, factor in factors.items()}
+    mean = Remainder(max(sample.mean for sample in fine), allowed["mean"])
+    largest = Remainder(max(sample.maximum for sample in fine), allowed["max"])
     low, high = _range(_excess(fine, coarse, drawn)) if drawn is not None else (None, None)
     answer, why = _answer(mean, largest, low, high)
     return Judgement(answer, why, slope, mean, largest)
@@ -133,10 +139,6 @@ def _missing(samples: Sequence[Sample]) -> str:
     if min(sample.unit_roundoff for sample in samples) > UNIT_ROUNDOFF["float32"]:
         return "no rung computes in float32 on both sides: that run would decide"
     return "no rung is coarser than float32: bfloat16 or float16 on a side would decide"
-
-
-def _remainder(left: list[float], finest: float, factors: list[float], what: str) -> Remainder:
-    return Remainder(max(left), LIMIT * finest * max(min(factors), LEAST_FACTOR[what]))
 
 
 def _excess(fine: list[Sample], coarse: list[Sample], drawn: np.ndarray) -> np.ndarray:

@@ -36,11 +36,11 @@ def cli(
     """Climb the precision ladder: judged attempts (operands or stdin) whose sides computed in several dtypes.
 
     Attempts that are equal but for the two dtypes are a ladder. Rounding shrinks with the unit roundoff (bfloat16
-    2^-8, float16 2^-11, float32 2^-24), a mistake does not. Each coarser rung gives a factor |training - rollout| / u;
-    the least of them (of averages at least 8 nats, of largest differences 64) times 32 times 2^-24 is what rounding
-    may leave in float32. More than that, on average or at one token, is a bug; an average whose 95 % interval holds
-    the limit, or a ladder without float32 or without a coarser rung, is undecided. The slope is a fit over all rungs,
-    and decides nothing. Nothing is written.
+    2^-8, float16 2^-11, float32 2^-24), a mistake does not. Each coarser rung gives a factor |training - rollout| / u:
+    of averages the least counts, at least 8 nats, of largest differences the greatest, at least 64. It times 32 times
+    2^-24 is what rounding may leave in float32. More than that, on average or at one token, is a bug; an average whose
+    95 % interval holds the limit, or a ladder without float32 or without a coarser rung, is undecided. The slope is a
+    fit over all rungs, and decides nothing. Nothing is written.
     """
     from libxd import ladder, ladder_text, schema
 
