@@ -61,6 +61,7 @@ override WORKERS := $(call plain,WORKERS,$(value WORKERS))
 
 # Repeats of the baseline, for the noise floor.
 REPEATS_s0 ?= 1
+REPEATS_s1 ?= 1
 REPEATS_smollm2 ?= 1
 REPEATS_smollm2-fp32 ?= 1
 REPEATS_smollm2-cuda ?= 1
@@ -73,6 +74,7 @@ endif
 override REPEATS := $(call plain,REPEATS,$(value REPEATS))
 
 # What an experiment needs before it can be planned.
+NEEDS_s1 := sequences/short.safetensors
 NEEDS_ladder := sequences/smollm2.safetensors
 NEEDS_smollm2 := sequences/smollm2.safetensors
 NEEDS_smollm2-fp32 := sequences/smollm2.safetensors
@@ -86,6 +88,7 @@ AFTER_ladder ?= xd-ladder
 
 # How the frozen sequences of the real model are sampled.
 ROLLOUT_smollm2 ?= --limit 8 --samples 2 --max-new-tokens 48 --temperature 1.0 --top-p 1.0 --seed 0 --batch-size 8
+ROLLOUT_short ?= --limit 2 --samples 2 --max-new-tokens 12 --temperature 1.0 --top-p 1.0 --seed 0 --batch-size 4
 
 CONFIG := experiments/$(EXP).json
 override CONFIG := $(call plain,CONFIG,$(value CONFIG))

@@ -9,6 +9,7 @@ arms that are there are read, not scored again.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -18,10 +19,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ROOT / "tests" / "engines"
-sys.path[:0] = [str(ROOT), str(ENGINES)]
 
-from xd_mistaken_hf import HARMLESS, MISTAKES, runtime_name  # noqa: E402
 
+def _mistaken() -> Any:
+    """The runtimes' module, whose folder stays off this process's path."""
+    spec = importlib.util.spec_from_file_location("xd_mistaken_hf", ENGINES / "xd_mistaken_hf.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+mistaken = _mistaken()
+DTYPES = ("bfloat16", "float16", "float32")
 #: arm -> what is another than experiments/ladder.json says
 RIGHT: dict[str, dict[str, Any]] = {
     "decode": {},
@@ -39,14 +48,11 @@ RIGHT: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     sequences, out = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve()
-    wanted = sys.argv[3:] or [*RIGHT, *HARMLESS, *MISTAKES]
+    wanted = sys.argv[3:] or [*RIGHT, *mistaken.HARMLESS, *mistaken.MISTAKES]
     print(f"| arm | {' | '.join(DTYPES)} | slope | left / allowed, mean | left / allowed, max | answer |")
     print("|---" * 8 + "|")
     for arm in wanted:
         print(row(arm, climbed(arm, sequences, out / arm)), flush=True)
-
-
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 def climbed(arm: str, sequences: Path, place: Path) -> dict[str, Any]:
@@ -54,7 +60,7 @@ def climbed(arm: str, sequences: Path, place: Path) -> dict[str, Any]:
     place.mkdir(parents=True, exist_ok=True)
     (place / "ladder.json").write_text(json.dumps(config(RIGHT.get(arm, {}), sequences), indent=2))
     policy = ("--runs", place / "runs", "--runtime-rollout", "hf", "--runtime-training",
-              "hf" if arm in RIGHT else runtime_name(arm))  # fmt: skip
+              "hf" if arm in RIGHT else mistaken.runtime_name(arm))  # fmt: skip
     plan = [json.loads(line) for line in tool("xd-plan", place / "ladder.json").splitlines()]
     same = [row for row in plan if row["values"]["rollout.dtype"] == row["values"]["training.compute_dtype"]]
     rows = "".join(json.dumps(row) + "\n" for row in same)
@@ -81,7 +87,7 @@ def row(arm: str, ladder: dict[str, Any]) -> str:
     rungs = {rung["dtypes"]["training"]: rung for rung in ladder["rungs"]}
     means = [_figures(rungs[dtype]) for dtype in DTYPES]
     slope = ladder["slope"]
-    fit = f"{slope['value']:.2f} [{slope['low']:.2f}, {slope['high']:.2f}]"
+    fit = f"{slope['value']:.2f} [{slope['low']:.2f}, {slope['high']:.2f}]" if slope else "no difference"
     left = [f"{ladder[which]['left'] / ladder[which]['allowed']:.3g}" for which in ("mean", "max")]
     return " | ".join((f"| {arm}", *means, fit, *left, f"{ladder['answer']} |"))
 
