@@ -6,7 +6,7 @@ Where u falls by 2^16, from bfloat16 to float32, the one falls with it and the o
 
 The factor is not the same on all rungs. Below float32 hardware multiplies rounded numbers and adds them up in float32,
 so a sum of n products is rounded once; in float32 each of its additions is, and errors of n terms grow as the root of n
-(random walk; N. Higham, Accuracy and Stability of Numerical Algorithms, sections 2.8 and 3.4 on probabilistic bounds).
+(a random walk: the rule of thumb in N. Higham, Accuracy and Stability of Numerical Algorithms, chapter 2).
 n is some hundreds to some thousands, and several sums run side by side: float32 shows a factor up to some fifteen times
 that of the coarser rungs, which is what docs/ladder.md measured, and `LIMIT` stands above that.
 """
