@@ -46,6 +46,7 @@ POLICY_s0 ?= --runtime cpu-smoke --allow-smoke-operators
 POLICY_s1 ?= --runtime hf
 POLICY_s2 ?= --runtime-rollout vllm --runtime-training hf
 POLICY_s3 ?= --runtime hf
+POLICY_ladder ?= --runtime hf
 POLICY_smollm2 ?= --runtime hf
 POLICY_smollm2-fp32 ?= --runtime hf
 POLICY_smollm2-cuda ?= --runtime hf
@@ -60,6 +61,7 @@ override WORKERS := $(call plain,WORKERS,$(value WORKERS))
 
 # Repeats of the baseline, for the noise floor.
 REPEATS_s0 ?= 1
+REPEATS_s1 ?= 1
 REPEATS_smollm2 ?= 1
 REPEATS_smollm2-fp32 ?= 1
 REPEATS_smollm2-cuda ?= 1
@@ -72,6 +74,8 @@ endif
 override REPEATS := $(call plain,REPEATS,$(value REPEATS))
 
 # What an experiment needs before it can be planned.
+NEEDS_s1 := sequences/short.safetensors
+NEEDS_ladder := sequences/smollm2.safetensors
 NEEDS_smollm2 := sequences/smollm2.safetensors
 NEEDS_smollm2-fp32 := sequences/smollm2.safetensors
 NEEDS_smollm2-cuda := sequences/smollm2.safetensors
@@ -79,8 +83,12 @@ NEEDS_smollm2-vllm := sequences/smollm2.safetensors
 NEEDS_smollm2-vllm-cuda := sequences/smollm2.safetensors
 NEEDS_smollm2-server := sequences/smollm2.safetensors
 
+# What is said of an experiment's attempts below its table: a tool that reads their paths.
+AFTER_ladder ?= xd-ladder
+
 # How the frozen sequences of the real model are sampled.
 ROLLOUT_smollm2 ?= --limit 8 --samples 2 --max-new-tokens 48 --temperature 1.0 --top-p 1.0 --seed 0 --batch-size 8
+ROLLOUT_short ?= --limit 2 --samples 2 --max-new-tokens 12 --temperature 1.0 --top-p 1.0 --seed 0 --batch-size 4
 
 CONFIG := experiments/$(EXP).json
 override CONFIG := $(call plain,CONFIG,$(value CONFIG))
@@ -124,6 +132,7 @@ pipes: $(patsubst %.jsonl,%.done,$(if $(GROUPS_IN),$(wildcard $(GROUPS_IN)/*.jso
 .PHONY: table
 table:
 	@xd-resume -q $(PLAN_ROWS) --runs $(RUNS) $(POLICY) --answers | xd-compare --table --plan $(PLAN_ROWS); $(CHECK_STAGES)
+	@$(if $(AFTER_$(EXP)),echo; xd-resume -q $(PLAN_ROWS) --runs $(RUNS) $(POLICY) --answers | $(AFTER_$(EXP)); $(CHECK_STAGES))
 
 .PHONY: plan
 plan: $(VENV)/.base ## print the plan rows of EXP (no model, no torch, no accelerator needed)

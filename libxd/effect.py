@@ -59,8 +59,8 @@ def effect(attempt: Attempt, against: Attempt) -> dict[str, Any]:
     }
 
 
-def side_effect(attempt: Attempt, against: Attempt, side: str) -> SideEffect:
-    """One side of `attempt` against the same side of `against`.
+def side_effect(attempt: Attempt, against: Attempt, side: str, of: str | None = None) -> SideEffect:
+    """One side of `attempt` against the same side of `against`, or against its side `of`.
 
     XdError 65 when they scored another identity or the files' arrays cannot be laid beside one another, 66 when one is
     missing.
@@ -69,7 +69,8 @@ def side_effect(attempt: Attempt, against: Attempt, side: str) -> SideEffect:
     _require_same(attempt, against, ours["sequences"], theirs["sequences"], _SAME, "tokens", "/identity.json/sequences")
     pinned = [identity.pinned(found) for found in (ours, theirs)]
     _require_same(attempt, against, *pinned, pinned[0].keys() | pinned[1].keys(), "identity", "/identity.json")
-    files = [_scores(a, side, ours["sequences"]["num_tokens"]) for a in (attempt, against)]
+    tokens = ours["sequences"]["num_tokens"]
+    files = [_scores(attempt, side, tokens), _scores(against, of or side, tokens)]
     if files[0].tokens != files[1].tokens:
         raise XdError("the two attempts hold other numbers of tokens", code="other-tokens", where=str(files[0].path),
                       found=files[0].tokens, expected=files[1].tokens)  # fmt: skip

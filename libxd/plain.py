@@ -1,4 +1,4 @@
-"""Text as a person reads it: no character that a terminal acts on, and no more of it than a line bears."""
+"""Text as a person reads it: no character that a terminal acts on, no more of it than a line bears, few digits."""
 
 from __future__ import annotations
 
@@ -27,3 +27,11 @@ def told_apart(first: str, second: str, most: int) -> tuple[str, str]:
     common = next(i for i, (a, b) in enumerate(zip(first + "\0", second + "\0", strict=False)) if a != b)
     start = max(0, common - most // 3)
     return shortened("…" + first[start:], most), shortened("…" + second[start:], most)
+
+
+def number(value: float | None) -> str:
+    """Three significant digits; "-" for what is undefined."""
+    if value is None:
+        return "-"
+    mantissa, _, exponent = (f"{value:#.3g}" if value else "0").partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa.rstrip(".")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import zip_longest
 
 from libxd import contract
-from libxd.plain import plain
+from libxd.plain import number, plain
 from libxd.rundir import SIDES
 from libxd.table import Row, Table
 
@@ -47,8 +47,8 @@ def lines(table: Table, style: Callable[[str, str], str] = lambda text, what: te
         for name, cells in zip_longest(names, row, fillvalue=None):
             out.append(_line((name or "", *(cells or _EMPTY)[1:]), widths, style))
     out += ["", *_legend(table)]
-    for number, note in enumerate(notes, 1):
-        out += textwrap.wrap(f"[{number}] {note}", WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    for place, note in enumerate(notes, 1):
+        out += textwrap.wrap(f"[{place}] {note}", WIDTH, subsequent_indent="    ", break_on_hyphens=False)
     return [line.rstrip() for line in out]
 
 
@@ -88,10 +88,10 @@ def _cells(row: Row, name: str, notes: list[str]) -> list[tuple[str, ...]]:
     counts, difference = row.comparison["counts"], row.comparison["logprob_difference"]
     judged = (
         f"{counts['mismatches']}/{counts['active']}" if counts else "-",
-        *(_number(difference[key]) for key in ("mean_absolute", "p99_absolute", "max_absolute")),
+        *(number(difference[key]) for key in ("mean_absolute", "p99_absolute", "max_absolute")),
     )
     effects = [
-        (side, _number(effect.mean_absolute), _number(effect.max_absolute), mark) for side, effect, mark in row.effects
+        (side, number(effect.mean_absolute), number(effect.max_absolute), mark) for side, effect, mark in row.effects
     ] or [("-", "-", "-", "-")]
     return [(name, verdict, *judged, *effects[0]), *(("",) * 6 + effect for effect in effects[1:])]
 
@@ -107,7 +107,7 @@ def _legend(table: Table) -> list[str]:
     for floors in table.floors:
         times = "1 repeat" if floors.repeats == 1 else f"{floors.repeats} repeats"
         of = "the baseline" if len(table.floors) == 1 else f"baseline {floors.baseline.tried.attempt_id}"
-        values = [f"{side} mean {_number(f[0])}, max {_number(f[1])}" for side, f in floors.sides.items()]
+        values = [f"{side} mean {number(f[0])}, max {number(f[1])}" for side, f in floors.sides.items()]
         noise.append(f"Noise floor ({times} of {of}): {'; '.join(values)}.")
     return [
         "In nats, over active tokens. Effect: |logprob here - logprob of the baseline|, same tokens, same side.",
@@ -134,11 +134,3 @@ def _wrap(text: str, width: int) -> list[str]:
             out.append("")
         out[-1] += part
     return [line.rstrip() if index == 0 else f"  {line.rstrip()}" for index, line in enumerate(out)]
-
-
-def _number(value: float | None) -> str:
-    """Three significant digits; "-" for what is undefined."""
-    if value is None:
-        return "-"
-    mantissa, _, exponent = (f"{value:#.3g}" if value else "0").partition("e")
-    return f"{mantissa}e{int(exponent)}" if exponent else mantissa.rstrip(".")

@@ -113,6 +113,18 @@ PY
     [[ "$output" == *"nothing to score"* ]]
 }
 
+@test "below the table of a ladder stands its answer" {
+    small climb 'config["strategy"] = "pairwise"; config["interventions"] = [
+    {"path": path, "values": ["float16", "bfloat16"]} for path in ("rollout.dtype", "training.compute_dtype")]
+config["pairs"] = [["rollout.dtype", "training.compute_dtype"]]'
+    run -0 small_make climb run
+    [[ "$output" == *"changed knob"* && "$output" != *"Answer:"* ]]
+    run -0 small_make climb AFTER_climb=xd-ladder table
+    [[ "$output" == *"changed knob"*"Answer: rounding "* ]]
+    run -0 make -C "$root" VENV="$VIRTUAL_ENV" -n EXP=ladder table # and the shipped one is such
+    [[ "$output" == *"| xd-ladder;"* ]]
+}
+
 @test "a half-made environment is made again, a whole one is not" {
     half=$place/half
     mkdir -p "$half/bin"

@@ -62,6 +62,20 @@ def teacher_forced(bench) -> np.ndarray:
     return bench.logprobs("training", SEQUENCES)
 
 
+@pytest.mark.parametrize("side", ["rollout", "training"])
+def test_float16_is_computed_in_and_eight_times_nearer_to_float32_than_bfloat16(bench, side):
+    knob = {"rollout": "rollout__dtype", "training": "training__compute_dtype"}[side]
+    exact = bench.logprobs(side, SEQUENCES, **{knob: "float32"})
+    apart = {}
+    for dtype in ("float16", "bfloat16"):
+        engine, scores = bench.run(side, SEQUENCES, **{knob: dtype})
+        shown = engine.behaviour()[knob.replace("__", ".")]
+        assert shown.value == dtype, shown.evidence
+        apart[dtype] = float(np.nanmean(np.abs(scores.logprobs - exact)))
+    assert 4 < apart["bfloat16"] / apart["float16"] < 16
+
+
+
 # -- materialising
 
 

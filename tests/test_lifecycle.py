@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -143,3 +146,69 @@ def test_a_killed_child_is_replaced(bench):
     again = bench.score(first)
     assert (again.status, again.out.splitlines()) == (Status.DONE, [first])
     assert not [name for name in os.listdir(bench.place / first) if name.startswith(".")]
+
+
+CARELESS = """
+from libxd.scoring import lifecycle
+decided = lifecycle.step
+lifecycle.step = lambda process, held, wanted: "reuse" if held else decided(process, held, wanted)
+from libxd.cmd import score
+score.main()
+"""
+
+
+def careless(bench, *paths):
+    """xd-score of the rollout side by a parent that keeps whatever engine it holds."""
+    command = [sys.executable, "-c", CARELESS, "--side", "rollout", *paths]
+    environment = {**os.environ, **bench.environment}
+    return subprocess.run(command, cwd=bench.place, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "need"),
+    [(("rollout.dtype", "bfloat16"), "construction"), (("rollout.tensor_parallel_size", 2), "process")],
+)
+def test_a_parent_that_reuses_whatever_it_holds_is_refused_by_its_child(bench, change, need):
+    first, second = bench.materialize(bench.case(), bench.case(change=change))
+    ran = careless(bench, first, second)
+    assert (ran.returncode, ran.stdout.splitlines()) == (Status.REFUSED, [first])
+    assert "an engine would be reused that was built for something else" in ran.stderr and need in ran.stderr
+    assert bench.files(second) == set()
+
+
+def test_the_same_parent_is_right_where_the_engine_fits(bench):
+    """The control: it is the mismatch that was refused."""
+    paths = bench.materialize(bench.case(), bench.case(change=("batch.size", 2)))
+    ran = careless(bench, *paths)
+    assert (ran.returncode, ran.stdout.splitlines()) == (Status.DONE, paths)
+    assert [reuse["engine_serial"] for reuse in reuses(bench, paths)] == [1, 1]
+
+
+@pytest.mark.parametrize("reused", [True, False])
+def test_an_engine_reused_against_all_rules_is_refused_at_read_back(xd, tmp_path, monkeypatch, root, reused):
+    """Were parent and child both careless, the live engine shows what it is. Built anew, the same case is scored."""
+    pytest.importorskip("torch")
+    plan = xd("xd-plan", "-q", root / "experiments" / "s0.json").out.splitlines()
+    asked = [{}, {"rollout.dtype": "bfloat16"}]
+    rows = [
+        line for wanted in asked for line in plan
+        if {each["path"]: each["value"] for each in json.loads(line)["intervention"]} == wanted
+    ]  # fmt: skip
+    made = xd("xd-materialize", "-q", "--runs", "runs", "--runtime", "cpu-smoke", "--allow-smoke-operators",
+              stdin="\n".join(rows))  # fmt: skip
+    assert made.status == 0, made.err
+    first, second = (Task.read(tmp_path / path, "rollout") for path in made.out.splitlines())
+    scorer = Scorer("rollout")
+    scorer.score(first, reuse=False)
+    if not reused:
+        assert scorer.score(second, reuse=False) == {"engine_serial": 2, "case_serial": 2}
+        return
+    monkeypatch.setattr(lifecycle, "require_same", lambda held, wanted: None)
+    with pytest.raises(XdError) as caught:
+        scorer.score(second, reuse=True)
+    assert caught.value.status == Status.REFUSED
+    readback = second.attempt.readback("rollout")
+    assert (readback["status"], readback["refusals"][0]["knob"]) == ("refused", "rollout.dtype")
+    assert readback["reuse"] == {"engine_serial": 1, "case_serial": 2}
+    assert not second.attempt.has("score_rollout.safetensors")
+    assert scorer.held is None

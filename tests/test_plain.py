@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from libxd import canon, resolution, schema, strictjson
 from libxd.errors import MAX_ISSUES, Status, XdError, XdErrors, of_exception
-from libxd.plain import plain, shortened, told_apart
+from libxd.plain import number, plain, shortened, told_apart
 
 NASTY = "a\x1b]0;title\x07b\x9bc\u202ed\u2028e\udcff\r\n"
 
@@ -150,3 +150,20 @@ def test_ordinary_errors_of_the_system_are_no_bugs(error, status):
 def test_canonical_bytes_of_a_file_are_those_of_a_regular_one(tmp_path):
     (tmp_path / "f").write_bytes(b"x")
     assert canon.digest_file(tmp_path / "f") == canon.digest_bytes(b"x")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "-"),
+        (0.0, "0"),
+        (2.134e-05, "2.13e-5"),
+        (0.02713, "0.0271"),
+        (12.345, "12.3"),
+        (1e-12, "1.00e-12"),
+        (0.12, "0.120"),
+        (123.4, "123"),
+    ],
+)
+def test_numbers_have_three_digits(value: float | None, shown: str) -> None:
+    assert number(value) == shown

@@ -260,23 +260,6 @@ def test_no_line_is_longer_than_120_columns(tmp_path: Path) -> None:
     assert "flash_attention_2" in joined
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (None, "-"),
-        (0.0, "0"),
-        (2.134e-05, "2.13e-5"),
-        (0.02713, "0.0271"),
-        (12.345, "12.3"),
-        (1e-12, "1.00e-12"),
-        (0.12, "0.120"),
-        (123.4, "123"),
-    ],
-)
-def test_numbers_have_three_digits(value: float | None, shown: str) -> None:
-    assert table_text._number(value) == shown
-
-
 def test_colour_goes_around_padded_cells(tmp_path: Path) -> None:
     (made,) = table.tables([table.read(judged(tmp_path, BASE, BASE))])
     plain = table_text.lines(made)
