@@ -14,7 +14,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 
 from libxd import checkpoint
 from libxd.errors import Status, XdError, ran_out_of_memory
-from libxd.runtimes.protocol import Observation, Request, Scores
+from libxd.runtimes.protocol import BytesElsewhere, Observation, Request, Scores
 from libxd.runtimes.torch_engine import TorchEngine
 from libxd.runtimes.vllm import prefixes, rank, ranks, shards
 from libxd.runtimes.vllm.forwards import SEQUENCE
@@ -77,8 +77,13 @@ class RolloutEngine(TorchEngine):
     def state(self) -> dict[str, Any]:
         return ranks.state(self._ask("state"))
 
-    def parameters(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
-        for index, parts in enumerate(self._ask("weight_groups")[0]):
+    def parameters(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes | BytesElsewhere]]:
+        groups = self._ask("weight_groups")
+        for index, parts in enumerate(groups[0]):
+            if len(groups) == 1:
+                of_rank = self._ask("whole_weights", index)[0]
+                yield from ((part.name, *found) for part, found in zip(parts, of_rank, strict=bool(of_rank)))
+                continue
             held = [found for found in self._ask("weights", index) if found]  # what is tied, a rank does not tell
             for part, of_ranks in zip(parts, zip(*held, strict=True), strict=bool(held)):
                 whole = shards.whole(part, [bits for _, bits in of_ranks])

@@ -129,6 +129,13 @@ class Rank:
         """Of a group that was told last: dtype and the elements' bits of each part; none of a head that stays tied."""
         return [(live.DTYPE_NAMES[held.dtype], live.raw_integers(held)) for held in self._groups[index].take()]
 
+    def whole_weights(self, index: int) -> list[tuple[str, tuple[int, ...], bytes | live.DeviceBytes]]:
+        """The same of an only rank, which holds all of each, and in this process: dtype, shape, raw bytes."""
+        return [
+            (live.DTYPE_NAMES[held.dtype], tuple(held.shape), live.raw_bytes(held))
+            for held in self._groups[index].take()
+        ]
+
     # -- one scoring
 
     def begin(self, sequences: Sequences, request: Request, operator: Operator) -> None:
