@@ -47,6 +47,7 @@ POLICY_s1 ?= --runtime hf
 POLICY_s2 ?= --runtime-rollout vllm --runtime-training hf
 POLICY_s2-cuda ?= --runtime-rollout vllm --runtime-training hf
 POLICY_s3 ?= --runtime hf
+POLICY_s3-eager ?= --runtime hf
 POLICY_ladder ?= --runtime hf
 POLICY_smollm2 ?= --runtime hf
 POLICY_smollm2-fp32 ?= --runtime hf
@@ -188,7 +189,7 @@ test-examples: $(VENV_LLAMACPP)/.ready ## the tests of examples/xd-runtime-llama
 .PHONY: lint
 lint: setup ## ruff and shellcheck
 	ruff check .
-	shellcheck -x tools/xd-* tools/start.sh .ci/run tests/*.sh
+	shellcheck -x tools/xd-* tools/start.sh .ci/run tests/*.sh examples/*.sbatch
 
 .PHONY: docs
 docs: setup ## write docs/tools/*.md anew from --help
