@@ -41,7 +41,7 @@ def block(mark: str) -> str:
 
 @pytest.fixture
 def dry(xd, tmp_path):
-    """`dry(name, *policy, **variables)`: the materialized.json of each row of an experiment, where nothing is at hand."""
+    """`dry(name, *policy, **variables)`: each row's materialized.json of an experiment, where nothing is at hand."""
 
     def call(name, *options, **variables):
         (tmp_path / "experiments").mkdir(exist_ok=True)
