@@ -14,10 +14,8 @@ from libxd import planner, schema
 from libxd.errors import Status
 
 SHIPPED = {
-SHIPPED = {
     "s1": 9, "ladder": 5, "s2": 11, "s2-cuda": 12, "s3": 3, "s3-eager": 4, "smollm2": 14, "smollm2-fp32": 12,
     "smollm2-cuda": 17,
-}  # fmt: skip
 }  # fmt: skip
 
 
