@@ -45,7 +45,9 @@ export OMP_NUM_THREADS ?= 1
 POLICY_s0 ?= --runtime cpu-smoke --allow-smoke-operators
 POLICY_s1 ?= --runtime hf
 POLICY_s2 ?= --runtime-rollout vllm --runtime-training hf
+POLICY_s2-cuda ?= --runtime-rollout vllm --runtime-training hf
 POLICY_s3 ?= --runtime hf
+POLICY_s3-eager ?= --runtime hf
 POLICY_ladder ?= --runtime hf
 POLICY_smollm2 ?= --runtime hf
 POLICY_smollm2-fp32 ?= --runtime hf
@@ -62,6 +64,8 @@ override WORKERS := $(call plain,WORKERS,$(value WORKERS))
 # Repeats of the baseline, for the noise floor.
 REPEATS_s0 ?= 1
 REPEATS_s1 ?= 1
+REPEATS_s2 ?= 1
+REPEATS_s2-cuda ?= 1
 REPEATS_smollm2 ?= 1
 REPEATS_smollm2-fp32 ?= 1
 REPEATS_smollm2-cuda ?= 1
@@ -76,6 +80,8 @@ override REPEATS := $(call plain,REPEATS,$(value REPEATS))
 # What an experiment needs before it can be planned.
 NEEDS_s1 := sequences/short.safetensors
 NEEDS_ladder := sequences/smollm2.safetensors
+NEEDS_s2 := $(PADDED)/model.safetensors sequences/s2.safetensors
+NEEDS_s2-cuda := $(PADDED)/model.safetensors sequences/s2.safetensors
 NEEDS_smollm2 := sequences/smollm2.safetensors
 NEEDS_smollm2-fp32 := sequences/smollm2.safetensors
 NEEDS_smollm2-cuda := sequences/smollm2.safetensors
@@ -86,7 +92,8 @@ NEEDS_smollm2-server := sequences/smollm2.safetensors
 # What is said of an experiment's attempts below its table: a tool that reads their paths.
 AFTER_ladder ?= xd-ladder
 
-# How the frozen sequences of the real model are sampled.
+# How the frozen sequences of the real model are sampled. s2: few tokens, because each of its cases starts new ranks.
+ROLLOUT_s2 ?= --limit 4 --samples 2 --max-new-tokens 32 --temperature 1.0 --top-p 1.0 --seed 0 --batch-size 8
 ROLLOUT_smollm2 ?= --limit 8 --samples 2 --max-new-tokens 48 --temperature 1.0 --top-p 1.0 --seed 0 --batch-size 8
 ROLLOUT_short ?= --limit 2 --samples 2 --max-new-tokens 12 --temperature 1.0 --top-p 1.0 --seed 0 --batch-size 4
 
@@ -182,7 +189,7 @@ test-examples: $(VENV_LLAMACPP)/.ready ## the tests of examples/xd-runtime-llama
 .PHONY: lint
 lint: setup ## ruff and shellcheck
 	ruff check .
-	shellcheck -x tools/xd-* tools/start.sh .ci/run tests/*.sh
+	shellcheck -x tools/xd-* tools/start.sh .ci/run tests/*.sh examples/*.sbatch
 
 .PHONY: docs
 docs: setup ## write docs/tools/*.md anew from --help

@@ -8,7 +8,7 @@ bin=${XD_LAPTOP:?an environment with the base install}/bin
 
 if "$bin/python" -P -c 'import torch' 2> /dev/null; then echo "this environment has torch" >&2; exit 1; fi
 
-for name in s0 s1 s2 s3 smollm2 smollm2-fp32 smollm2-cuda; do
+for name in s0 s1 s2 s3 s3-eager smollm2 smollm2-fp32 smollm2-cuda; do
     "$bin/xd-plan" "experiments/$name.json" > "$place/$name.jsonl"
     echo "$name: $(wc -l < "$place/$name.jsonl") rows"
 done

@@ -75,7 +75,7 @@ def test_what_can_be_done_is_applied_and_rebuilds_no_more_than_it_must(changes, 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"rollout__tensor_parallel_size": 2, "device": "cuda"}, "2 ranks need a CUDA device each, and there is 1"),
+        ({"rollout__tensor_parallel_size": 2, "device": "cuda"}, "2 ranks need a CUDA device each, and this machine "),
         ({"rollout__tensor_parallel_size": 3}, "pads this vocabulary to 128 rows"),
         ({"rollout__context_parallel_size": 2}, "no log-sum-exp"),
         ({"rollout__context_parallel_size": 2, "rollout_mode": "prefill"}, "over a prompt"),

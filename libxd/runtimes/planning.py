@@ -1,4 +1,6 @@
-"""What adapters share while they plan: widths, semantics beyond a temperature, a declared fallback. No torch."""
+"""What adapters share while they plan: widths, semantics beyond a temperature, refusals, a declared fallback. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +34,15 @@ def record(knob: Knob, requested: Any, reason: str | None, how: str, allow_fallb
         evidence = f"{reason}; {FALLBACK_ATTENTION} takes its place"
         return KnobRecord(knob.path, requested, FALLBACK_ATTENTION, "fallback", knob.lifecycle, evidence)
     return KnobRecord(knob.path, requested, None, "unsupported", knob.lifecycle, reason)
+
+
+def would_be(records: list[KnobRecord]) -> dict[str, Any]:
+    """Knob -> what an engine is built with; of a knob that is refused, what it would be if its reason fell away."""
+    return {
+        record.knob: record.requested if record.status == "unsupported" else record.materialized for record in records
+    }
+
+
+def lacking(ranks: int, devices: int) -> str:
+    """Why so many ranks find no place on a machine with so many CUDA devices."""
+    return f"{ranks} ranks need a CUDA device each, and this machine has {devices or 'none'}"

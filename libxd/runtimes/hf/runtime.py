@@ -66,7 +66,7 @@ class Hf:
             machine.record(knob, planner.requested(row, side, knob.path), allow_fallback)
             for knob in knobs.of_side(side)
         ]
-        value = {record.knob: record.materialized for record in records}
+        value = planning.would_be(records)
         if side == "rollout":
             construction = {
                 "dtype": value["rollout.dtype"],
@@ -75,7 +75,7 @@ class Hf:
                 "attention": ROLLOUT_ATTENTION,
             }
             world = machine.rollout_world(
-                value["rollout.tensor_parallel_size"] or 1, value["rollout.context_parallel_size"] or 1
+                value["rollout.tensor_parallel_size"], value["rollout.context_parallel_size"]
             )
         else:
             construction = {
@@ -86,7 +86,7 @@ class Hf:
         construction["checkpoint"] = row["identity"]["checkpoint"]["digest"]
         return SidePlan(
             records,
-            engine={"device": device, **construction, **world},
+            engine={"device": device, "devices": machine.devices(world["world_size"]), **construction, **world},
             construction=construction,
             context=world,
             process={"device": device, **world},
@@ -162,8 +162,14 @@ class _Machine:
             "vocabulary_rows": rows,
         }
 
-    def training_world(self, sharding: str | None) -> dict[str, Any]:
-        return {"world_size": self.fsdp_ranks() if sharding == "fsdp" else 1, "sharding": sharding}
+    def training_world(self, sharding: str) -> dict[str, Any]:
+        """world_size None: what is here is too few for fsdp, and no policy says how many there would be."""
+        ranks = self.fsdp_ranks()
+        return {"world_size": 1 if sharding == "unsharded" else ranks if ranks > 1 else None, "sharding": sharding}
+
+    def devices(self, ranks: int | None) -> int | None:
+        """How many of its device an engine of so many ranks takes: a GPU each; a CPU serves them all."""
+        return ranks if self._device == "cuda" else 1
 
     def fsdp_ranks(self) -> int:
         """What a launcher will start, by policy; else a rank a device, and on a CPU two."""
@@ -174,8 +180,8 @@ class _Machine:
         if ranks == 1 or self._device == "cpu" or ranks in (len(self._cuda), self._launched):
             return None
         if ranks > len(self._cuda):
-            return (f"{ranks} ranks need a CUDA device each, and this machine has {len(self._cuda)} (over several "
-                    f"machines: a launcher, and {RANKS_VARIABLE}={ranks})")  # fmt: skip
+            return (f"{planning.lacking(ranks, len(self._cuda))} (over several machines: a launcher, and "
+                    f"{RANKS_VARIABLE}={ranks})")  # fmt: skip
         return None
 
     # -- knobs
@@ -209,7 +215,11 @@ class _Machine:
         if sharding == "unsharded":
             return None
         ranks = self.fsdp_ranks()
-        return "fsdp needs two ranks or more, a CUDA device each" if ranks < 2 else self.places(ranks)
+        if ranks < 2:
+            return (f"fsdp needs two ranks or more, a CUDA device each, and this machine has "
+                    f"{len(self._cuda) or 'none'} (over several machines: a launcher, and {RANKS_VARIABLE} says how "
+                    "many)")  # fmt: skip
+        return self.places(ranks)
 
     def prefix_caching(self, enabled: bool) -> str | None:
         if enabled and self._rollout_mode == "prefill":

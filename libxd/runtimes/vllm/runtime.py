@@ -50,7 +50,7 @@ class Vllm:
             machine.record(knob, planner.requested(row, side, knob.path), allow_fallback)
             for knob in knobs.of_side(side)
         ]
-        value = {record.knob: record.materialized for record in records}
+        value = planning.would_be(records)
         construction = {
             "dtype": value["rollout.dtype"],
             "enable_prefix_caching": value["rollout.enable_prefix_caching"],
@@ -68,7 +68,8 @@ class Vllm:
         device = row["scenario"]["device"]
         return SidePlan(
             records,
-            engine={"device": device, **construction, **world, **machine.numerics(world["tensor_parallel_size"])},
+            engine={"device": device, "devices": machine.devices(**world), **construction, **world,
+                    **machine.numerics(world["tensor_parallel_size"])},
             construction=construction,
             context=world,
             process={"device": device, "variables": machine.process_variables(world["tensor_parallel_size"]), **world},
@@ -111,7 +112,7 @@ class _Machine:
         reasons = []
         if not any(name in self._packages for name in wanted):
             reasons.append(
-                f"vLLM for the {self._device.upper()} ({' or '.join(wanted)}) is not installed for the interpreter "
+                f"vLLM for {self._device.upper()} ({' or '.join(wanted)}) is not installed for the interpreter "
                 "that would score; name one that has it with XD_PYTHON_VLLM or --python-rollout"
             )
         if self._device == "cuda" and not self._cuda:
@@ -129,11 +130,16 @@ class _Machine:
         reason = objection(self, requested) if objection else None
         return planning.record(knob, requested, reason, _APPLIED[knob.path], allow_fallback)
 
-    def process_variables(self, ranks: int | None) -> dict[str, str]:
-        """Of an engine of so many ranks; None: it is not to be built."""
-        return process.variables(self._device, ranks or 1, self._variables)
+    def devices(self, tensor_parallel_size: int, context_parallel_size: int) -> int:
+        """A GPU a worker: vLLM splits a cache by positions over ranks that it has, and prefills over more of them."""
+        more = context_parallel_size if self._rollout_mode == "prefill" else 1
+        return tensor_parallel_size * more if self._device == "cuda" else 1
 
-    def numerics(self, ranks: int | None) -> dict[str, Any]:
+    def process_variables(self, ranks: int) -> dict[str, str]:
+        """Of an engine of so many ranks."""
+        return process.variables(self._device, ranks, self._variables)
+
+    def numerics(self, ranks: int) -> dict[str, Any]:
         """The numeric state that vLLM puts this process into, as `live.numerics` names it.
 
         On CUDA it turns cuDNN's attention off as soon as it is imported; its variables reach an only rank's process.
@@ -142,7 +148,7 @@ class _Machine:
         """
         if self._device != "cuda":
             return {}
-        if (ranks or 1) > 1:
+        if ranks > 1:
             return {"sdp_cudnn": False}
         precision = self._variables.get("VLLM_FLOAT32_MATMUL_PRECISION", "highest")
         found = {"sdp_cudnn": False, "float32_matmul_precision": precision, "matmul_tf32": precision != "highest"}
@@ -157,7 +163,7 @@ class _Machine:
         if size == 1:
             return None
         if self._device == "cuda" and len(self._cuda) < size:
-            return f"{size} ranks need a CUDA device each, and there {_are(len(self._cuda))}"
+            return planning.lacking(size, len(self._cuda))
         if self._model is not None:
             rows = -(-self._model["vocab_size"] // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
             if rows % size:
@@ -189,10 +195,6 @@ class _Machine:
         if enforce_eager or self._device == "cuda" or self._compiler:
             return None
         return "the compiled path needs a C++ compiler, and none is on the path"
-
-
-def _are(count: int) -> str:
-    return "is 1" if count == 1 else f"are {count}"
 
 
 _OBJECTIONS: dict[str, Callable[[_Machine, Any], str | None]] = {
