@@ -158,7 +158,7 @@ def of_exception(error: BaseException, where: str = "") -> XdError:
         return XdError(f"cannot be read: {reason}", status=Status.MISSING, code="unreadable", where=where)
     if isinstance(error, ValueError) and "null byte" in str(error):  # no system call takes such a path
         return XdError("a path holds a NUL byte", code="bad-path", where=where)
-    if isinstance(error, UnicodeError):
+    if isinstance(error, UnicodeDecodeError | UnicodeEncodeError | UnicodeTranslateError):
         return XdError(f"holds text that is none: {error.reason}", code="not-utf8", where=where)
     if isinstance(error, MemoryError):
         return XdError("out of memory", status=Status.RETRY, code="out-of-memory", where=where)

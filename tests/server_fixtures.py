@@ -118,7 +118,10 @@ class FakeServer:
                         body = body[:-2]
                     if fault == "a-page":
                         body = b"<html>welcome</html>"
-                    self.say(200, body, len(body) // 2 if fault == "dies" else len(body))
+                    if fault.startswith("in-parts"):
+                        self.say_in_parts(body, whole=fault == "in-parts")
+                    else:
+                        self.say(200, body, len(body) // 2 if fault == "dies" else len(body))
 
             def say(self, status: int, body: bytes, sent: int | None = None) -> None:
                 self.send_response(status)
@@ -126,6 +129,19 @@ class FakeServer:
                 self.end_headers()
                 self.wfile.write(body[:sent])
                 if server.close_after_answer or sent not in (None, len(body)):
+                    self.close_connection = True
+
+            def say_in_parts(self, body: bytes, whole: bool) -> None:
+                """Chunked, and with an end only when whole."""
+                self.send_response(200)
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                for first in range(0, len(body), 100):
+                    part = body[first : first + 100]
+                    self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
+                if whole:
+                    self.wfile.write(b"0\r\n\r\n")
+                else:
                     self.close_connection = True
 
         return Handler

@@ -172,7 +172,7 @@ def test_a_launcher_brings_devices_that_this_machine_lacks():
         assert record.status == "applied"
     assert plan("training", variables={"XD_RANKS": "16"}, **asked).engine["world_size"] == 16
     with pytest.raises(XdError, match="no number of ranks"):
-        plan("training", variables={"XD_RANKS": "many"}, **asked)
+        plan("training", variables={"XD_RANKS": "\uff12"}, **asked)
 
 
 def test_packages_go_by_the_names_that_an_environment_has():

@@ -139,6 +139,7 @@ def test_a_whole_number_with_a_fraction_is_another_kind_of_number(value, path):
         (PermissionError(13, "Permission denied", "f"), Status.MISSING),
         (OSError(28, "No space left on device", "f"), Status.CONFLICT),
         (MemoryError(), Status.RETRY),
+        (UnicodeError("label empty or too long"), Status.BUG),  # as of idna: without any of the others' fields
         (ValueError("of xd's own"), Status.BUG),
     ],
 )

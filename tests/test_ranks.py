@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
+from pathlib import Path
 
 import pytest
 import tolerances
@@ -192,7 +194,78 @@ def test_no_rank_outlives_xd_score(chain):
     wait_for(lambda: not ranks_of(running.marker))
 
 
+def test_a_rank_that_dies_between_two_attempts_costs_neither(chain):
+    """The engine goes with it; the next attempt gets another one, and why is said."""
+    first, second = chain.attempt(TENSOR), chain.attempt(TENSOR)
+    marker = f"ranks-{uuid.uuid4()}"
+    process = subprocess.Popen(
+        [ROOT / "tools" / "xd-score", "--side", "rollout"], cwd=chain.place, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "XD_PYTHON": sys.executable, "XD_TEST_MARKER": marker},
+    )  # fmt: skip
+    process.stdin.write(f"{first}\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == f"{first}\n"
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in ranks_of(marker)}
+    (worker,) = (pid for pid, command in commands.items() if "ranks.worker" in command)
+    (scorer,) = commands.keys() - {worker}
+    os.kill(worker, signal.SIGKILL)
+    state = Path(f"/proc/{scorer}/status")  # dead to its parent when all its threads are
+    wait_for(lambda: "(zombie)" in state.read_text() and len(os.listdir(f"/proc/{scorer}/task")) == 1)
+    out, err = process.communicate(f"{second}\n", timeout=PATIENCE_S)
+    assert (process.returncode, out) == (0, f"{second}\n"), err
+    assert "rank 1 was killed by SIGKILL" in err and "started anew" in err
+    scores = [(chain.place / attempt / "score_rollout.safetensors").read_bytes() for attempt in (first, second)]
+    assert scores[0] == scores[1]
+
+
 # -- under a launcher
+
+
+def alone(monkeypatch, rank: int, port: int | None = None) -> None:
+    """Be the one process of a world of two, as by variables that are left over."""
+    if port is None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+    given = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_launchers_lone_rank_waits_no_longer_than_it_may(monkeypatch, rank):
+    from libxd.runtimes.ranks.group import Group
+
+    alone(monkeypatch, rank)
+    with pytest.raises(XdError, match=f"this is rank {rank} of 2, and .* did not come within 1 s") as raised:
+        Group.join("rollout", 1.0)
+    assert (raised.value.status, raised.value.code) == (Status.RETRY, "no-meeting")
+    assert "unset RANK and WORLD_SIZE" in raised.value.line()
+
+
+def test_more_ranks_than_a_machine_holds_are_not_started(monkeypatch):
+    """A number that slipped in, of XD_RANKS or of a knob: a process each would be started."""
+    from libxd.runtimes.ranks import processes, world
+
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    with pytest.raises(XdError, match="more ranks than xd-score starts on one machine") as raised:
+        world.World("rollout", processes.MOST + 1)
+    assert (raised.value.status, raised.value.found) == (Status.REFUSED, processes.MOST + 1)
+    with pytest.raises(pytest.fail.Exception, match="was started"):
+        world.World("rollout", processes.MOST)
+
+
+def test_a_port_in_use_is_75_with_the_port(chain):
+    """Through the tools: a world of two is planned, and rank 0 cannot listen."""
+    attempt = chain.attempt(TENSOR)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ran = chain.ran("xd-score", "--side", "rollout", attempt, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                        MASTER_PORT=port)  # fmt: skip
+    assert (ran.status, ran.out) == (Status.RETRY, "")
+    assert f"$MASTER_PORT: rank 0 cannot listen there: the port is in use (found {port}" in ran.err
+    assert chain.files(attempt) == set()
 
 
 def launched(chain: RankChain, *arguments: str) -> subprocess.CompletedProcess:
@@ -233,7 +306,8 @@ def test_a_launchers_variables():
     assert launch.of(torchrun) == launch.Launch(1, 2, 1)
     assert launch.of(slurm).variables == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     assert launch.of({}) is None and launch.of({**torchrun, "RANK": "0", "WORLD_SIZE": "1"}) is None
-    for spoilt in ({"MASTER_ADDR": ""}, {"RANK": "2"}, {"WORLD_SIZE": "two"}):
+    for spoilt in ({"MASTER_ADDR": ""}, {"RANK": "2"}, {"WORLD_SIZE": "two"}, {"MASTER_PORT": "some"},
+                   {"MASTER_PORT": "65536"}):  # fmt: skip
         with pytest.raises(XdError) as refused:
             launch.of({**torchrun, **spoilt})
         assert (refused.value.status, refused.value.code) == (Status.INVALID, "bad-variable")

@@ -236,6 +236,8 @@ LAST = f"sequence {FROZEN.num_sequences - 1}"
 FAULTS = {
     "hangs-up": (RETRY, "$XD_SERVER_URL: the server broke off while it answered"),
     "dies": (RETRY, "$XD_SERVER_URL: the server broke off while it answered"),
+    "in-parts-and-no-end": (RETRY, "$XD_SERVER_URL: the server broke off while it answered"),
+    "status-307": (REFUSED, "$XD_SERVER_URL: the server sends on to another address"),
     "status-500": (RETRY, "HTTP status 500: it will not do"),
     "status-429": (RETRY, "HTTP status 429: it will not do"),
     "status-400": (REFUSED, "$XD_SERVER_URL: the server answers with HTTP status 400: it will not do"),
@@ -269,6 +271,25 @@ def test_a_wrong_answer_is_one_clear_error(opened, fault):
     assert raised.value.status == status and words in line and "\n" not in line and server.url not in line
     server.fault = ""
     assert np.array_equal(engine.score(FROZEN, request(9)).logprobs, expected(pairs()), equal_nan=True)
+
+
+def test_an_answer_may_come_in_parts(opened):
+    server, engine, _ = opened
+    server.fault = "in-parts"
+    assert np.array_equal(engine.score(FROZEN, request(9)).logprobs, expected(pairs()), equal_nan=True)
+
+
+def test_an_answer_beyond_all_measure_is_refused_and_asks_for_smaller_batches(opened, monkeypatch):
+    from libxd.runtimes.server import client
+
+    server, engine, _ = opened
+    for fault in ("", "in-parts"):
+        server.fault = fault
+        monkeypatch.setattr(client, "MOST_BYTES", 3000)
+        with pytest.raises(XdError, match="too long to be read") as raised:
+            engine.score(FROZEN, request(9))
+        assert raised.value.status == REFUSED and "smaller batch.size" in raised.value.line()
+        assert np.array_equal(engine.score(FROZEN, request(1)).logprobs, expected(pairs()), equal_nan=True)
 
 
 def test_a_sequence_that_the_server_cannot_hold_is_65_before_anything_is_asked(opened):
@@ -318,10 +339,48 @@ def test_another_server_than_the_materialised_one_is_refused(opened, when):
 # -- what listens there
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "http://h:port", "http://u:p@h", "http://h?x"])
-def test_an_address_that_is_none_is_65(monkeypatch, url):
+@pytest.mark.parametrize("url", [
+    "127.0.0.1:8000", "ftp://host", "http://", "http://h:port", "http://h:99999", "http://user:secret@h",
+    "http://:secret@h", "http://secret@h", "http://user:secret@h:port", "http://h?key=secret", "http://h#secret",
+    "http://h st", "http://h/a b", "http://h/\u00e4", "http://[::1",
+])  # fmt: skip
+def test_an_address_that_is_none_is_65_and_shows_no_password(monkeypatch, url):
     monkeypatch.setenv("XD_SERVER_URL", url)
     with pytest.raises(XdError, match="is no address of a server") as raised:
+        RUNTIME.account()
+    assert raised.value.status == Status.INVALID
+    assert "secret" not in json.dumps([raised.value.record(), environment.describe()["servers"]])
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64 + ".example"])
+def test_a_name_that_cannot_be_looked_up_is_66(monkeypatch, host):
+    monkeypatch.setenv("XD_SERVER_URL", f"http://{host}:80")
+    with pytest.raises(XdError, match="there is no such host") as raised:
+        RUNTIME.account()
+    assert raised.value.status == Status.MISSING
+
+
+def test_an_ipv6_address_is_one_with_and_without_a_port():
+    from libxd.runtimes.server import client
+
+    assert [client.Client(url)._connection.port for url in ("http://[::1]", "https://[::1]", "http://[::1]:7")] == [
+        80, 443, 7,
+    ]  # fmt: skip
+    assert client.Client("http://[::1]")._connection.host == "::1"
+
+
+def test_a_proxy_is_not_asked(server, monkeypatch):
+    account = RUNTIME.account()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{closed.getsockname()[1]}")
+        assert RUNTIME.account() == account
+
+
+def test_a_server_without_tls_is_not_waited_for(server, monkeypatch):
+    monkeypatch.setenv("XD_SERVER_URL", server.url.replace("http:", "https:"))
+    with pytest.raises(XdError, match="cannot be talked to over TLS") as raised:
         RUNTIME.account()
     assert raised.value.status == Status.INVALID
 

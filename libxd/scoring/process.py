@@ -126,6 +126,10 @@ class Child:
             self.kill()
             raise
 
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
     def ask(self, request: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
         """Send a request, wait for the answer. ChildDied when there comes none; TimeoutError when it takes longer."""
         self.chatter.forget()

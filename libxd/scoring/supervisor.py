@@ -67,6 +67,7 @@ class Supervisor:
         python = self._python or policy.default_python(task.plan["runtime"])
         require_environment(task, environment.of(python))
         needs = task.needs
+        self._replace_dead_child()
         if lifecycle.step(self._process, self._held, needs) == "restart":
             self._end_child()
             self._child = Child(python, self.side, self._follow)
@@ -116,6 +117,17 @@ class Supervisor:
         if not issues:
             return answer
         raise XdErrors(issues) if len(issues) > 1 else issues[0]
+
+    def _replace_dead_child(self) -> None:
+        """One that died while it waited for the next task, as when a rank of its engine was killed, is no matter of
+        that task. A launcher's world cannot be had again: there the task is told of it."""
+        if self._child is None or self._child.alive:
+            return
+        self._tell(self._child, ended=True)
+        if not self._launched:
+            self._say("the scorer died while it waited for the next attempt, and is started anew")
+            self._child.kill()
+            self._forget_child()
 
     def _dismiss(self) -> None:
         """Let a launcher's other ranks go, even where no attempt has needed them."""

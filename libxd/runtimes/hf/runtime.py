@@ -268,7 +268,7 @@ class _Machine:
 
 def _launched(ranks: str) -> int:
     """The ranks that a launcher will start; 0 when none is said. XdError 65 for what is no number."""
-    if not ranks.isdecimal():
+    if not (ranks.isascii() and ranks.isdecimal()):
         raise XdError("no number of ranks", code="bad-variable", where=f"${RANKS_VARIABLE}", found=ranks)
     return int(ranks)
 

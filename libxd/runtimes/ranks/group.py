@@ -9,6 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from libxd.errors import Status, XdError
+
+#: for the other ranks of a launcher to come, once rank 0 needs them
+MEETING_S = 300.0
+#: for rank 0 to come: it may first wait for the pipe before it
+QUEUE_S = 3600.0
 #: an engine waits for its next attempt as long as the pipe before it takes; `xd-score --timeout` bounds a scoring
 FOREVER = datetime.timedelta(days=30)
 
@@ -27,10 +33,29 @@ class Group:
         self._control = dist.new_group(backend="gloo", timeout=FOREVER)
 
     @classmethod
-    def join(cls, side: str) -> Group:
-        """The world that the variables of this process name, as torchrun says them; a launcher may bring both sides."""
+    def join(cls, side: str, patience_s: float) -> Group:
+        """The world that the variables of this process name, as torchrun says them; a launcher may bring both sides.
+
+        XdError 75 as `meet`, and when rank 0 cannot listen where it should.
+        """
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=FOREVER))
+        patience = datetime.timedelta(seconds=patience_s)
+        try:
+            store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=patience))
+        except RuntimeError as error:  # of torch's stores
+            raise _not_met(error, rank, world_size, patience_s) from error
+        return cls.meet(store, side, rank, world_size, patience_s)
+
+    @classmethod
+    def meet(cls, store: Any, side: str, rank: int, world_size: int, patience_s: float) -> Group:
+        """Rank 0 waits for all others, and they for rank 0. XdError 75 when they do not come in time."""
+        others = range(1, world_size) if rank == 0 else [0]
+        try:
+            store.set(f"here/{side}/{rank}", b"")
+            store.wait([f"here/{side}/{other}" for other in others], datetime.timedelta(seconds=patience_s))
+            store.set_timeout(FOREVER)
+        except RuntimeError as error:
+            raise _not_met(error, rank, world_size, patience_s) from error
         return cls(dist.PrefixStore(side, store), rank, world_size)
 
     def send(self, message: Any) -> None:
@@ -52,6 +77,16 @@ class Group:
     def leave(self) -> None:
         self._control = None
         dist.destroy_process_group()
+
+
+def _not_met(error: RuntimeError, rank: int, world_size: int, patience_s: float) -> XdError:
+    if "EADDRINUSE" in str(error):
+        return XdError("rank 0 cannot listen there: the port is in use", status=Status.RETRY, code="port-in-use",
+                       where="$MASTER_PORT", found=os.environ["MASTER_PORT"], hint="name a free port")  # fmt: skip
+    missed = "the others" if rank == 0 else "rank 0"
+    return XdError(f"this is rank {rank} of {world_size}, and {missed} did not come within {patience_s:g} s",
+                   status=Status.RETRY, code="no-meeting", where="$WORLD_SIZE",
+                   hint="a launcher has to start all ranks; without one, unset RANK and WORLD_SIZE")  # fmt: skip
 
 
 def local_device(name: str) -> torch.device:

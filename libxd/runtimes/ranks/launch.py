@@ -15,6 +15,7 @@ from libxd.errors import Status, XdError
 _NAMES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 #: where rank 0 listens; torchrun says so, srun does not
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+_GREATEST_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,10 @@ def of(variables: Mapping[str, str]) -> Launch | None:
         for name in _ADDRESS:
             if variables.get(name) in (None, "", "0"):
                 raise XdError("the launcher does not say where rank 0 listens", code="bad-variable", where=f"${name}",
-                              hint="export MASTER_ADDR and MASTER_PORT, as torchrun does")  # fmt: skip
+                              hint="export MASTER_ADDR and MASTER_PORT, as torchrun does; without a launcher, unset "
+                              + ", ".join(names))  # fmt: skip
+        if _number("MASTER_PORT", variables["MASTER_PORT"]) > _GREATEST_PORT:
+            raise XdError("no port", code="bad-variable", where="$MASTER_PORT", found=variables["MASTER_PORT"])
         return launch
     return None
 
@@ -62,6 +66,6 @@ def require_world(launch: Launch | None, world_size: int, where: str) -> None:
 
 
 def _number(name: str, value: str) -> int:
-    if not value.isdecimal():
-        raise XdError("no number of a rank", code="bad-variable", where=f"${name}", found=value)
+    if not (value.isascii() and value.isdecimal()):
+        raise XdError("no number", code="bad-variable", where=f"${name}", found=value)
     return int(value)

@@ -10,6 +10,10 @@ import threading
 import time
 from typing import IO
 
+from libxd.errors import Status, XdError
+
+#: ranks of a world on one machine, without a launcher: each is a process that loads the whole checkpoint
+MOST = 64
 #: what a launcher around us says to its own ranks is not for these
 _FOREIGN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 _END_TIMEOUT_S = 5.0
@@ -19,6 +23,11 @@ class Processes:
     """Ranks 1 to world_size - 1, on this machine. They end with this process, however it ends."""
 
     def __init__(self, side: str, world_size: int, address: str, port: int) -> None:
+        """Start them. XdError 69 for a world of more than MOST."""
+        if world_size > MOST:
+            raise XdError("more ranks than xd-score starts on one machine", status=Status.REFUSED,
+                          code="too-many-ranks", found=world_size, expected=f"at most {MOST}",
+                          hint="launch them (torchrun, srun)")  # fmt: skip
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
         command = [sys.executable, "-P", "-m", "libxd.runtimes.ranks.worker", "--side", side,
                    "--parent", str(os.getpid())]  # fmt: skip

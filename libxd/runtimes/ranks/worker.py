@@ -13,14 +13,14 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
-from libxd.errors import XdError
+from libxd.errors import Status, XdError
 from libxd.rundir import SIDES
 from libxd.scoring.child import end_with_parent
 from libxd.scoring.scorer import as_xd_error
 
 
 def main() -> None:
-    """Serve until rank 0 closes the world; 1 when it cannot go on."""
+    """Serve until rank 0 closes the world. Under a launcher it stands for xd-score, and ends with its statuses."""
     parser = argparse.ArgumentParser(prog="libxd.runtimes.ranks.worker", description=__doc__)
     parser.add_argument("--side", choices=SIDES, required=True)
     parser.add_argument("--parent", type=int, help="end with this process")
@@ -28,23 +28,30 @@ def main() -> None:
     if arguments.parent is not None:
         end_with_parent(arguments.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches xd-score, which ends the scorer
-    from libxd.runtimes.ranks.group import Group
+    from libxd.runtimes.ranks.group import QUEUE_S, Group
 
+    said_by = "" if arguments.parent is not None else f"xd-score: rank {os.environ['RANK']}: "
     try:
-        group = Group.join(arguments.side)
+        group = Group.join(arguments.side, QUEUE_S)
         serve(group)
     except Exception as error:
-        _fail(f"cannot go on: {_first_line(error)}")
+        _leave(said_by, as_xd_error(error))
     group.leave()
 
 
 def serve(group: Any) -> None:
-    """Commands, one after the other, until `close`; what is refused is refused by all ranks alike, and told so."""
+    """Commands, one after the other, until `close`; what is refused is refused by all ranks alike, and told so.
+
+    XdError for whatever else fails, after rank 0 has been told; 75 when rank 0 is gone.
+    """
     from libxd.runtimes.ranks.rank import Rank
 
     me, serial, command = Rank(), 1, ""  # 1 was meeting
     while command != "close":
-        command, arguments = group.receive()
+        try:
+            command, arguments = group.receive()
+        except RuntimeError as error:  # gloo's, of a connection that is closed
+            raise XdError("rank 0 is gone", status=Status.RETRY, code="rank-died") from error
         serial += 1
         try:
             outcome = me.do(command, *arguments)
@@ -58,7 +65,7 @@ def serve(group: Any) -> None:
             failure = as_xd_error(error)
             if group.store.add("failures", 1) == 1:  # those that come after it fail because of it
                 group.store.set("failed", _record(group.rank, failure))
-            _fail(failure.line())
+            raise failure from error
         group.gather(outcome)
 
 
@@ -66,15 +73,11 @@ def _record(rank: int, error: XdError) -> str:
     return json.dumps({**error.record(), "message": f"rank {rank}: {error.message}"})
 
 
-def _fail(why: str) -> NoReturn:
+def _leave(said_by: str, error: XdError) -> NoReturn:
     """Leave without the clean-up of libraries that wait for ranks which do not answer."""
-    sys.stderr.write(f"{why}\n")
+    sys.stderr.write(f"{said_by}{error.line()}\n")
     sys.stderr.flush()
-    os._exit(1)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    os._exit(error.status)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,15 @@ import torch.distributed as dist
 
 from libxd.errors import Status, XdError
 from libxd.runtimes.ranks import launch
-from libxd.runtimes.ranks.group import FOREVER, Group
+from libxd.runtimes.ranks.group import FOREVER, MEETING_S, Group
 from libxd.runtimes.ranks.processes import Processes
 
 _ADDRESS = "127.0.0.1"
 _POLL_S = 0.2
 #: from a rank's end until what waits for it must have noticed; a collective on a device never does
 _GRACE_S = 3.0
+#: for a launcher's ranks to come and hear that they are not needed
+_DISMISSAL_S = 60.0
 
 #: whether this process was, or is, rank 0 of a launcher's world: it is met once
 _met = False
@@ -46,7 +48,7 @@ class World:
         launched = launch.of(os.environ)
         launch.require_world(launched, world_size, "the scorer")
         if launched:
-            self._group = _meet(side)
+            self._group = _meet(side, MEETING_S)
             self._serial += 1
             self._store = self._group.store.clone()
         else:
@@ -58,7 +60,7 @@ class World:
         self._watch.start()
         if self._group is None:
             with self._together():
-                self._group = Group(dist.PrefixStore(side, server), 0, world_size)
+                self._group = Group.meet(server, side, 0, world_size, MEETING_S)
 
     # -- commands
 
@@ -179,20 +181,20 @@ class World:
 def dismiss(side: str) -> None:
     """Let a launcher's other ranks go that no attempt has needed."""
     if launch.of(os.environ) is not None and not _met:
-        group = _meet(side)
+        group = _meet(side, _DISMISSAL_S)
         group.send(("close", ()))
         group.gather(None)
         group.leave()
 
 
-def _meet(side: str) -> Group:
-    """The launcher's world. XdError 69 when it was met before: its ranks have left."""
+def _meet(side: str, patience_s: float) -> Group:
+    """The launcher's world. XdError 69 when it was met before: its ranks have left; 75 when they do not come."""
     global _met
     if _met:
         raise XdError("the launcher's ranks have left with the engine before this one", status=Status.REFUSED,
                       code="world-differs", hint="launch a group of attempts at a time (xd-resume --groups)")
     _met = True
-    return Group.join(side)
+    return Group.join(side, patience_s)
 
 
 def _listen() -> Any:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
+import ssl
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,13 +23,21 @@ WHERE = "$" + url_variable("server")
 ASK_TIMEOUT_S = 60.0
 #: of silence while it scores a batch
 SCORE_TIMEOUT_S = 900.0
+#: of one answer; a batch of B prompts is answered by some hundred bytes a token
+MOST_BYTES = strictjson.MAX_BYTES
+_PART_BYTES = 1 << 20
+#: a name or address as the system looks it up, and a path as a request may hold it
+_HOST, _PATH = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?"), re.compile(r"[!-~]*")
 _MOST_SAID = 300  # characters of a server's own message
 #: answers that another try may change: too many requests, too early, and all that is the server's own fault
 _TRY_AGAIN = (408, 425, 429)
 
 
 class Client:
-    """One server, at `http://host[:port][/prefix]`; a last `/v1` is left away. XdError 65 for another address."""
+    """One server, at `http://host[:port][/prefix]`; a last `/v1` is left away. XdError 65 for another address.
+
+    Proxies are not asked, whatever variables say, and redirections not followed: an answer is the named server's.
+    """
 
     def __init__(self, url: str) -> None:
         kind, host, port, self._prefix = _address(url)
@@ -76,7 +86,7 @@ class Client:
             headers = {"Content-Type": "application/json"} if body is not None else {}
             connection.request(method, self._prefix + target, body, headers)
             answer = connection.getresponse()
-            return answer.status, answer.read()
+            return answer.status, _body(answer)
         except BaseException as error:
             connection.close()
             if (known := _known(error, timeout_s)) is not None:
@@ -84,18 +94,36 @@ class Client:
             raise
 
 
-def _address(url: str) -> tuple[Any, str, int | None, str]:
-    """How, and to which host, port and prefix, to connect."""
+def _body(answer: http.client.HTTPResponse) -> bytes:
+    """All of it, to the end that was announced. XdError 69 when it is longer than any that can be read."""
+    parts, size = [], 0
+    while part := answer.read(_PART_BYTES):
+        parts.append(part)
+        size += len(part)
+        if size > MOST_BYTES:
+            raise XdError("the server's answer is too long to be read", status=Status.REFUSED, code="too-large",
+                          where=WHERE, expected=f"at most {MOST_BYTES} bytes",
+                          hint="a smaller batch.size asks for shorter ones")  # fmt: skip
+    if answer.length:  # read in parts, http.client lets a body end early
+        raise http.client.IncompleteRead(b"", answer.length)
+    return b"".join(parts)
+
+
+def _address(url: str) -> tuple[Any, str, int, str]:
+    """How, and to which host, port and prefix, to connect. What was given is not shown: it may hold a password."""
     kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
         parts, port = urlsplit(""), None
-    if parts.scheme not in kinds or not parts.hostname or parts.query or parts.fragment or parts.username:
-        raise XdError("is no address of a server", code="bad-address", where=WHERE, found=url,
-                      expected="http://HOST:PORT")  # fmt: skip
-    return kinds[parts.scheme], parts.hostname, port, parts.path.rstrip("/").removesuffix("/v1")
+    named = parts.scheme in kinds and _HOST.fullmatch(parts.hostname or "") and _PATH.fullmatch(parts.path)
+    if not named or "@" in parts.netloc or parts.query or parts.fragment:
+        raise XdError("is no address of a server", code="bad-address", where=WHERE,
+                      expected="http://HOST:PORT, without user or query")  # fmt: skip
+    kind = kinds[parts.scheme]
+    # without a port http.client would look for one in an IPv6 address
+    return kind, str(parts.hostname), port or kind.default_port, parts.path.rstrip("/").removesuffix("/v1")
 
 
 def _known(error: BaseException, timeout_s: float) -> XdError | None:
@@ -109,8 +137,12 @@ def _known(error: BaseException, timeout_s: float) -> XdError | None:
     if isinstance(error, TimeoutError):
         return XdError(f"the server does not answer within {timeout_s:g} s", status=Status.RETRY, code="no-answer",
                        where=WHERE)  # fmt: skip
-    if isinstance(error, socket.gaierror):
-        return XdError(f"there is no such host: {error.strerror}", status=Status.MISSING, code="missing", where=WHERE)
+    if isinstance(error, ssl.SSLError):
+        said = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error.reason
+        return XdError(f"what listens there cannot be talked to over TLS: {said}", code="not-a-server", where=WHERE)
+    if isinstance(error, socket.gaierror | UnicodeError):  # a name with an empty part is not looked up
+        why = error.strerror if isinstance(error, OSError) else "it is no name"
+        return XdError(f"there is no such host: {why}", status=Status.MISSING, code="missing", where=WHERE)
     if isinstance(error, OSError):
         return XdError(f"no server answers there: {error.strerror or type(error).__name__}", status=Status.RETRY,
                        code="no-server", where=WHERE, hint="start it, or wait until it is up")  # fmt: skip
@@ -126,6 +158,10 @@ def _good(status: int, body: bytes) -> bytes:
     """The body of an answer that is no refusal."""
     if 200 <= status < 300:
         return body
+    if 300 <= status < 400:
+        raise XdError("the server sends on to another address, and an answer must be its own", where=WHERE,
+                      code="server-refused", status=Status.REFUSED, found=f"HTTP status {status}",
+                      hint="name that address")  # fmt: skip
     again = status >= 500 or status in _TRY_AGAIN
     raise XdError(f"the server answers with HTTP status {status}: {_said(body)}", where=WHERE, code="server-refused",
                   status=Status.RETRY if again else Status.REFUSED)  # fmt: skip
