@@ -177,7 +177,7 @@ sequences/%.safetensors: | $(VENV)/.ready $(MODEL)/model.safetensors
 ##@ Checks
 
 .PHONY: test
-test: setup $(MODEL)/model.safetensors ## pytest, the kernels' tests under Triton's interpreter, bats
+test: setup $(PADDED)/model.safetensors ## pytest, the kernels' tests under Triton's interpreter, bats
 	$(VENV)/bin/pytest -q -n $(WORKERS) --dist loadgroup
 	TRITON_INTERPRET=1 $(VENV)/bin/pytest -q -n $(WORKERS) tests/kernels
 	bats tests
