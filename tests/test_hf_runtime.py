@@ -295,6 +295,16 @@ def test_ids_beyond_the_vocabulary_are_refused(bench):
         bench.run("training", dataclasses.replace(SEQUENCES, token_ids=ids))
 
 
+@pytest.mark.parametrize("side", ["rollout", "training"])
+def test_sequences_beyond_the_models_context_are_refused(bench, side):
+    """One of just its length is scored; the model would compute on, at positions that it was never trained for."""
+    fits, too_long = (frozen((60,), ((length,),)) for length in (4, 5))
+    assert np.isfinite(bench.logprobs(side, fits)[-4:]).all()
+    with pytest.raises(XdError, match="longer than the context of LlamaForCausalLM") as raised:
+        bench.run(side, too_long)
+    assert (raised.value.status, raised.value.found, raised.value.path) == (Status.INVALID, 65, "/positions/64")
+
+
 # -- prefix caching
 
 

@@ -176,6 +176,22 @@ def test_a_rank_that_is_killed_ends_the_attempt(chain):
     assert ranks_of(running.marker) == []
 
 
+def test_a_rank_that_is_killed_while_it_starts_ends_the_attempt(chain):
+    attempt, marker = chain.attempt(TENSOR), f"ranks-{uuid.uuid4()}"
+    process = subprocess.Popen(
+        [ROOT / "tools" / "xd-score", "--side", "rollout", attempt], cwd=chain.place, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "XD_PYTHON": sys.executable, "XD_TEST_MARKER": marker},
+    )  # fmt: skip
+    wait_for(lambda: len(ranks_of(marker)) == 2)
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in ranks_of(marker)}
+    os.kill(next(pid for pid, command in commands.items() if "ranks.worker" in command), signal.SIGKILL)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out) == (Status.RETRY, "")
+    assert "rank 1 was killed by SIGKILL" in err
+    assert chain.files(attempt) == set() and ranks_of(marker) == []
+
+
 def test_no_rank_outlives_the_scorer(chain):
     attempt = chain.attempt(TENSOR, "rank-sleeps")
     running = Running(chain, attempt)

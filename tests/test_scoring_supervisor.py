@@ -35,7 +35,7 @@ def lines(text):
     ("act", "status", "words"),
     [
         ("raises", Status.BUG, "the engine failed: RuntimeError: the kernel did not launch"),
-        ("fills-memory", Status.RETRY, "the engine ran out of memory"),
+        ("fills-memory", Status.RETRY, "or plan a smaller batch.size"),
         ("one-score-short", Status.BUG, "found float32 [11], expected float32 [12]"),
         ("exits", Status.BUG, "the scorer ended with status 3"),
     ],

@@ -51,10 +51,14 @@ class TorchEngine(ABC):
         return live.buffers(self.model)
 
     def score(self, sequences: Sequences, request: Request) -> Scores:
-        """Logprobs float32 [T] in nats of every token behind a prompt; a quiet NaN elsewhere."""
+        """Logprobs float32 [T] in nats of every token behind a prompt; a quiet NaN elsewhere.
+
+        XdError 65 for ids that the model does not know, and for positions that it was not made for.
+        """
         self._forget_run()
         self._request, self._sequences = request, sequences
         self._require_known_ids(sequences)
+        self._require_known_positions(sequences)
         observer = self._observer = Observer(sequences.cu_seqlens)
         logprobs = np.full(sequences.num_tokens, np.nan, np.float32)
         before = self._operator.calls
@@ -76,6 +80,10 @@ class TorchEngine(ABC):
     @abstractmethod
     def _vocabulary(self) -> int:
         """How many ids the model knows."""
+
+    def _context_length(self) -> int | None:
+        """How many positions the model was made for; None where it does not say."""
+        return None
 
     def _architecture(self) -> str:
         """The model's class."""
@@ -100,6 +108,13 @@ class TorchEngine(ABC):
             raise XdError(f"a token id of the sequences is beyond the vocabulary of {self._architecture()}",
                           code="bad-sequences", path=f"/token_ids/{int(sequences.token_ids.argmax())}", found=largest,
                           expected=f"below {vocabulary}")  # fmt: skip
+
+    def _require_known_positions(self, sequences: Sequences) -> None:
+        length, context = int(sequences.positions.max(initial=-1)) + 1, self._context_length()
+        if context is not None and length > context:
+            raise XdError(f"a sequence is longer than the context of {self._architecture()}", code="bad-sequences",
+                          path=f"/positions/{int(sequences.positions.argmax())}", found=length,
+                          expected=f"at most {context} tokens")  # fmt: skip
 
     def _batch_size(self) -> Observation:
         """By what went through the model together."""

@@ -120,7 +120,7 @@ def as_xd_error(error: Exception) -> XdError:
     said = " ".join(f"{type(error).__name__}: {error}".split())
     if ran_out_of_memory(error):
         return XdError(f"the engine ran out of memory: {said}", status=Status.RETRY, code="out-of-memory",
-                       hint="free memory on the device and run the same command again")
+                       hint="free memory on the device and run the same command again, or plan a smaller batch.size")
     return XdError(f"the engine failed: {said}", status=Status.BUG, code="engine-error",
                    hint="XD_DEBUG=1 shows the traceback")
 

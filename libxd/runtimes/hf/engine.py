@@ -132,6 +132,10 @@ class Engine(TorchEngine):
     def _vocabulary(self) -> int:
         return self.model.config.get_text_config().vocab_size
 
+    def _context_length(self) -> int | None:
+        said = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return said if type(said) is int else None
+
     def _forward(
         self, module: Any, ids: Tensor, positions: Tensor, mask: Tensor, rows: Sequence[Row], observer: Observer,
         cache: Any = None,

@@ -62,7 +62,8 @@ def require_world(launch: Launch | None, world_size: int, where: str) -> None:
     if launch is not None and launch.world_size != world_size:
         raise XdError("the launcher started another number of ranks than this attempt's engine has",
                       status=Status.REFUSED, code="world-differs", where=where, found=launch.world_size,
-                      expected=world_size, hint="launch as many ranks, or none: xd-score starts its own")  # fmt: skip
+                      expected=world_size, hint="launch as many ranks, or none (RANK and WORLD_SIZE unset): "
+                      "xd-score starts its own")  # fmt: skip
 
 
 def _number(name: str, value: str) -> int:
