@@ -5,11 +5,23 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from typing import Any
+from collections.abc import Callable
 
 from libxd import checkpoint
+from libxd.errors import XdError
 from libxd.runtimes.planning import BYTES
 from libxd.tensors import TensorFile
+
+#: what a config must say -> what else it may be called there
+_NAMES: dict[str, tuple[str, ...]] = {
+    "vocab_size": (), "hidden_size": ("n_embd",), "num_hidden_layers": ("n_layer",), "num_attention_heads": ("n_head",),
+}  # fmt: skip
+#: what follows from that where a config leaves it out
+_USUAL: dict[str, Callable[[dict[str, int]], int]] = {
+    "num_key_value_heads": lambda model: model["num_attention_heads"],
+    "head_dim": lambda model: model["hidden_size"] // max(model["num_attention_heads"], 1),
+    "intermediate_size": lambda model: 4 * model["hidden_size"],
+}
 
 
 def weights(directory: str, width: int) -> int:
@@ -32,13 +44,26 @@ def lengths(path: str | None) -> list[int]:
     return [end - start for start, end in itertools.pairwise(bounds)]
 
 
-def text(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config that is about text; a multimodal one keeps it apart."""
-    return config.get("text_config") or config
+def of_model(directory: str) -> dict[str, int]:
+    """A decoder's sizes, by the names that most configs give them: those of `_NAMES` and `_USUAL`.
+
+    XdError 65 where a checkpoint's config does not say one that nothing else tells, or says no positive integer.
+    """
+    config = checkpoint.config_of(directory)
+    text = config.get("text_config") or config  # a multimodal model keeps it apart
+    found = {name: next((text[other] for other in (name, *others) if text.get(other) is not None), None)
+             for name, others in _NAMES.items()}  # fmt: skip
+    for name, usual in _USUAL.items():
+        given = text.get(name)
+        found[name] = usual(found) if given is None and None not in found.values() else given
+    for name, value in found.items():
+        if type(value) is not int or value < 1:
+            raise XdError("does not say how large the model is", code="bad-checkpoint", found=value,
+                          where=os.path.join(directory, "config.json"), path=f"/{name}", expected="a positive integer",
+                          )  # fmt: skip
+    return found
 
 
-def token_cache(config: dict[str, Any], width: int) -> int:
-    """Bytes of a token's keys and values in all layers, `width` bytes an element. KeyError: it says not all."""
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim * width
+def token_cache(model: dict[str, int], width: int) -> int:
+    """Bytes of a token's keys and values in all layers, `width` bytes an element."""
+    return 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] * width

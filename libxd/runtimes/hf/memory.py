@@ -6,13 +6,10 @@ ranks it is what one device needs, or, on the CPU, what all ranks need of the ma
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-from libxd import checkpoint
-from libxd.errors import XdError
+from libxd.runtimes import sizes
 from libxd.runtimes.planning import BYTES
-from libxd.runtimes.sizes import lengths, text, token_cache, weights
 
 #: positions that go through the head together: the logits of a whole padded batch are mostly thrown away
 HEAD_ROWS = 1024
@@ -29,43 +26,39 @@ def estimate(side: str, engine: dict[str, Any], locations: dict[str, Any]) -> in
     directory = locations["checkpoint"]
     if not directory:
         return 0
-    config = checkpoint.config_of(directory)
+    model = sizes.of_model(directory)
     width = BYTES[engine["dtype"]]
-    tokens = lengths(locations.get("sequences"))
+    tokens = sizes.lengths(locations.get("sequences"))
     rows, columns = min(len(tokens), _ROWS), max(tokens, default=0)
     head_rows = min(HEAD_ROWS, sum(tokens))
-    try:
-        of_head, of_token = _head_row(text(config), width), _token(side, engine, text(config), width, columns)
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise XdError(f"a model's config says its sizes: {type(error).__name__}: {error}", code="bad-checkpoint",
-                      where=os.path.join(directory, "config.json")) from error  # fmt: skip
-    held = weights(directory, width)
+    held = sizes.weights(directory, width)
     if engine["device"] == "cuda":
-        held = _part(held, side, engine, text(config), width)
-    needed = held + head_rows * of_head + rows * columns * of_token + _PROCESS_BYTES[engine["device"]]
+        held = _part(held, side, engine, model, width)
+    batch = rows * columns * _token(side, engine, model, width, columns)
+    needed = held + head_rows * _head_row(model, width) + batch + _PROCESS_BYTES[engine["device"]]
     # a rank on the CPU has loaded the whole before it keeps its part
     return needed if engine["device"] == "cuda" else needed * engine["world_size"]
 
 
-def _part(whole: int, side: str, engine: dict[str, Any], config: dict[str, Any], width: int) -> int:
+def _part(whole: int, side: str, engine: dict[str, Any], model: dict[str, int], width: int) -> int:
     """Bytes of weights on a rank's device: its part; sharded, beside it what is gathered at once, head and a layer."""
     if side == "rollout":
         return whole // engine["tensor_parallel_size"]
     ranks = engine["world_size"]
-    gathered = 2 * config["vocab_size"] * config["hidden_size"] * width + whole // config["num_hidden_layers"]
+    gathered = 2 * model["vocab_size"] * model["hidden_size"] * width + whole // model["num_hidden_layers"]
     return whole if ranks == 1 else min(whole, whole // ranks + gathered)
 
 
-def _head_row(config: dict[str, Any], width: int) -> int:
+def _head_row(model: dict[str, int], width: int) -> int:
     """Logits as the head gives them, upcast, divided by the temperature, and their log-softmax."""
-    return config["vocab_size"] * (width + 3 * 4)
+    return model["vocab_size"] * (width + 3 * 4)
 
 
-def _token(side: str, engine: dict[str, Any], config: dict[str, Any], width: int, columns: int) -> int:
+def _token(side: str, engine: dict[str, Any], model: dict[str, int], width: int, columns: int) -> int:
     """Bytes a token of a batch: its keys and values in all layers, or one layer's activations."""
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    heads, hidden = model["num_attention_heads"], model["hidden_size"]
     # residual, its norm, queries, keys, values and output, and the three products of a gated MLP
-    activations = (6 * hidden + 3 * (config.get("intermediate_size") or 4 * hidden)) * width
+    activations = (6 * hidden + 3 * model["intermediate_size"]) * width
     if side == "training":
         scores = heads * columns * (width + 4) if engine["attention"] == "eager" else 0
         return activations + scores
@@ -73,4 +66,4 @@ def _token(side: str, engine: dict[str, Any], config: dict[str, Any], width: int
     context = engine["context_parallel_size"]
     # partial attention is written out in float32: logits and exponentials
     scores = heads * columns * 2 * 4 // context if context > 1 else 0
-    return activations + scores + token_cache(config, width) * copies // (context * engine["tensor_parallel_size"])
+    return activations + scores + sizes.token_cache(model, width) * copies // (context * engine["tensor_parallel_size"])

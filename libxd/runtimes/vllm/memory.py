@@ -6,12 +6,9 @@ prefix is evicted.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
-from libxd import checkpoint
-from libxd.errors import XdError
 from libxd.runtimes import sizes
 from libxd.runtimes.planning import BYTES
 
@@ -35,11 +32,7 @@ class Sizes:
 def of(engine: dict[str, Any], locations: dict[str, Any]) -> Sizes:
     """The sizes for these frozen sequences. XdError 65 when the config does not say a model's sizes."""
     directory, lengths = locations["checkpoint"], sizes.lengths(locations.get("sequences"))
-    try:
-        token = _token_cache(sizes.text(checkpoint.config_of(directory)), engine)
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise XdError(f"a model's config says its sizes: {type(error).__name__}: {error}", code="bad-checkpoint",
-                      where=os.path.join(directory, "config.json")) from error  # fmt: skip
+    token = _token_cache(sizes.of_model(directory), engine)
     # a token more than is frozen: the one that vLLM samples after the last
     total, longest = sum(lengths) + len(lengths), max(lengths, default=0) + 1
     forward = total if engine["mode"] == "prefill" else min(total, PROMPT_TOKENS)
@@ -49,10 +42,9 @@ def of(engine: dict[str, Any], locations: dict[str, Any]) -> Sizes:
     return Sizes(max(len(lengths), 1), longest, max(forward, longest), blocks * block * token)
 
 
-def _token_cache(config: dict[str, Any], engine: dict[str, Any]) -> int:
+def _token_cache(model: dict[str, int], engine: dict[str, Any]) -> int:
     """Bytes of a token's keys and values on one rank, which has a part of the heads, or at least one."""
-    whole = sizes.token_cache(config, BYTES[engine["dtype"]])
-    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    whole, heads = sizes.token_cache(model, BYTES[engine["dtype"]]), model["num_key_value_heads"]
     return whole // heads * max(1, heads // engine["tensor_parallel_size"])
 
 
@@ -67,12 +59,12 @@ def estimate(engine: dict[str, Any], locations: dict[str, Any]) -> int:
     if not directory:
         return 0
     width = BYTES[engine["dtype"]]
-    wanted, config = of(engine, locations), sizes.text(checkpoint.config_of(directory))
-    head = config["vocab_size"] * config["hidden_size"] * width
+    wanted, model = of(engine, locations), sizes.of_model(directory)
+    head = model["vocab_size"] * model["hidden_size"] * width
     # residual, its norm, queries, keys, values and output, and the three products of a gated MLP
-    row = (6 * config["hidden_size"] + 3 * (config.get("intermediate_size") or 4 * config["hidden_size"])) * width
+    row = (6 * model["hidden_size"] + 3 * model["intermediate_size"]) * width
     rows = wanted.length if engine["mode"] == "prefill" else wanted.requests
-    logits = rows * config["vocab_size"] * (width + 2 * BYTES["float32"])
+    logits = rows * model["vocab_size"] * (width + 2 * BYTES["float32"])
     weights = sizes.weights(directory, width)
     of_each = wanted.cache + wanted.forward * row + logits + _PROCESS_BYTES[engine["device"]]
     ranks = engine["tensor_parallel_size"]
