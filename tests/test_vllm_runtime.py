@@ -15,6 +15,7 @@ from hf_fixtures import frozen, joined, only, row, save_model
 from libxd import environment, knobs, sequences
 from libxd.runtimes import registry
 from libxd.runtimes.protocol import KnobRecord, SidePlan
+from libxd.runtimes.ranks import agreement
 from libxd.runtimes.vllm import memory, prefixes, process, ranks, shards
 from libxd.runtimes.vllm import runtime as vllm_runtime
 from libxd.runtimes.vllm.shards import Part
@@ -276,13 +277,13 @@ def test_context_parallelism_of_either_kind_shows():
 
 def test_one_rank_that_trains_is_a_side_that_trains():
     still, moved = {"mode": "eval", "optimizer": False}, {"mode": "train", "optimizer": True}
-    assert ranks.state([still, still]) == still and ranks.state([still, moved]) == moved
+    assert agreement.state([still, still]) == still and agreement.state([still, moved]) == moved
 
 
-def test_of_buffers_that_differ_all_are_told():
+def test_of_buffers_that_differ_the_odd_ones_are_told():
     one, other = [("a", "float32", (1,), b"0000")], [("a", "float32", (1,), b"0001")]
-    assert list(ranks.buffers([one, one])) == one
-    assert list(ranks.buffers([one, other])) == [("a", "float32", (2, 1), b"00000001")]
+    assert agreement.odd_one([one, one]) == one
+    assert agreement.odd_one([one, other]) == other
 
 
 # -- prefix caching, as it was seen

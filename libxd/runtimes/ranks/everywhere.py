@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from libxd.errors import Status, XdError
 from libxd.runtimes.protocol import EngineContext, Observation, Request, Scores
+from libxd.runtimes.ranks import agreement
 from libxd.runtimes.ranks.rank import Rank, Work, same_inputs
 from libxd.runtimes.ranks.world import World
 from libxd.sequences import Sequences
 
-T = TypeVar("T")
 Held = tuple[str, str, tuple[int, ...], bytes]
 
 
@@ -46,9 +46,7 @@ class Everywhere:
         return _merged(self._ask("behaviour"))
 
     def state(self) -> dict[str, Any]:
-        found = self._ask("state")
-        modes = sorted({state["mode"] for state in found}, key=lambda mode: mode == "eval")
-        return {"mode": modes[0], "optimizer": any(state["optimizer"] for state in found)}
+        return agreement.state(self._ask("state"))
 
     def parameters(self) -> Iterator[Held]:
         """Whole weights; where a rank's copy of a part is another than the first rank's, that copy in its place."""
@@ -59,7 +57,7 @@ class Everywhere:
             gather(None)
 
     def buffers(self) -> Iterator[Held]:
-        yield from _odd_one(self._ask("buffers"))
+        yield from agreement.odd_one(self._ask("buffers"))
 
     def score(self, sequences: Sequences, request: Request) -> Scores:
         """Rank 0's scores; with what another rank was fed, where that is something else, so that it is judged."""
@@ -125,11 +123,6 @@ def _merged(found: list[dict[str, Observation]]) -> dict[str, Observation]:
             evidence = {**evidence, "shown": [each.value for each in shown]}
         merged[name] = Observation(first.value if same else None, evidence)
     return merged
-
-
-def _odd_one(found: list[T]) -> T:
-    """What all ranks have alike; else what one has that is another than rank 0's."""
-    return next((each for each in found if each != found[0]), found[0])
 
 
 def _disagree(rank: int, what: str, found: Any = None, expected: Any = None) -> XdError:

@@ -15,6 +15,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from libxd import checkpoint
 from libxd.errors import Status, XdError, ran_out_of_memory
 from libxd.runtimes.protocol import BytesElsewhere, Observation, Request, Scores
+from libxd.runtimes.ranks import agreement
 from libxd.runtimes.torch_engine import TorchEngine
 from libxd.runtimes.vllm import prefixes, rank, ranks, shards
 from libxd.runtimes.vllm.forwards import SEQUENCE
@@ -75,7 +76,7 @@ class RolloutEngine(TorchEngine):
         }
 
     def state(self) -> dict[str, Any]:
-        return ranks.state(self._ask("state"))
+        return agreement.state(self._ask("state"))
 
     def parameters(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes | BytesElsewhere]]:
         groups = self._ask("weight_groups")
@@ -90,7 +91,7 @@ class RolloutEngine(TorchEngine):
                 yield part.name, "+".join(sorted({dtype for dtype, _ in of_ranks})), whole.shape, whole.tobytes()
 
     def buffers(self) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
-        return ranks.buffers(self._ask("buffers"))
+        yield from agreement.odd_one(self._ask("buffers"))
 
     def not_parameters(self) -> list[str]:
         return sorted(self._checkpoint_tensors - self._weight_names())
@@ -113,7 +114,7 @@ class RolloutEngine(TorchEngine):
     def behaviour(self) -> dict[str, Observation]:
         assert self._observer is not None and self._sequences is not None
         described, forwards = self._described, len(self._observer.forwards)
-        not_fed = ranks.agreed([seen.shared_tokens for seen in self._seen])
+        not_fed = agreement.agreed([seen.shared_tokens for seen in self._seen])
         modes = {name: described[name] for name in ("compilation", "graphs")}
         return {
             "batch.size": self._batch_size(),
@@ -220,7 +221,7 @@ class RolloutEngine(TorchEngine):
 
 def _require_agreement(seen: list[rank.Seen]) -> None:
     """XdError 69 where ranks ran other forwards than the first, or computed under another numeric state than before."""
-    if ranks.agreed([each.observer.forwards for each in seen]) is None:
+    if agreement.agreed([each.observer.forwards for each in seen]) is None:
         raise XdError("the ranks ran different forwards", status=Status.REFUSED, code="ranks-differ",
                       found=[len(each.observer.forwards) for each in seen])  # fmt: skip
     for place, (before, after) in enumerate(each.numerics for each in seen):

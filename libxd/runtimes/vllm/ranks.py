@@ -1,16 +1,12 @@
-"""What the answers of all ranks come to: where they do not agree, nothing is shown. Pure; no torch, no vLLM."""
+"""Knobs by the answers of all ranks of vLLM: where they do not agree, nothing is shown. Pure; no torch, no vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from libxd.runtimes.protocol import Observation
-
-
-def agreed(values: Sequence[Any]) -> Any:
-    """What all say; None when they do not say the same."""
-    return values[0] if all(value == values[0] for value in values) else None
+from libxd.runtimes.ranks.agreement import agreed
 
 
 def tensor_parallel(worlds: Sequence[dict[str, Any]]) -> Observation:
@@ -34,22 +30,6 @@ def context_parallel(worlds: Sequence[dict[str, Any]]) -> Observation:
     evidence = {kind: [world[kind] for world in worlds] for kind in ("decode", "prefill")}
     sizes = agreed([max(world["decode"], world["prefill"]) for world in worlds])
     return Observation(sizes, evidence)
-
-
-def state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """In training where any rank is; with an optimizer where any rank has one."""
-    training = any(each["mode"] == "train" for each in states)
-    return {"mode": "train" if training else "eval", "optimizer": any(each["optimizer"] for each in states)}
-
-
-def buffers(held: Sequence[Sequence[tuple[Any, ...]]]) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
-    """Of buffers that all ranks have, one each: as one holds it, or, where they differ, what all hold."""
-    for copies in zip(*held, strict=True):
-        name, dtype, shape, _ = copies[0]
-        if agreed(copies):
-            yield copies[0]
-        else:
-            yield name, dtype, (len(copies), *shape), b"".join(raw for *_, raw in copies)
 
 
 def enforce_eager(runs: Sequence[Any], forwards: int, modes: dict[str, Any]) -> Observation:
