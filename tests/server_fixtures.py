@@ -22,7 +22,7 @@ INFO = {
                             "prefill_context_parallel_size": 1},
         "cache_config": {"enable_prefix_caching": False, "block_size": 16},
     },
-    "vllm_env": {"VLLM_BATCH_INVARIANT": False, "VLLM_CACHE_ROOT": "/root/.cache"},
+    "vllm_env": {"VLLM_BATCH_INVARIANT": False, "VLLM_CACHE_ROOT": "/somewhere/else/cache"},
 }  # fmt: skip
 METRICS = 'vllm:cache_config_info{block_size="16",enable_prefix_caching="False",engine="0"} 1.0\n'
 
