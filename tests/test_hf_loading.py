@@ -10,6 +10,7 @@ from hf_fixtures import VOCABULARY, Bench, frozen, plan, save_model
 
 from libxd import sequences
 from libxd.errors import Status, XdError
+from libxd.runtimes import sizes
 from libxd.runtimes.hf import memory
 
 torch = pytest.importorskip("torch")
@@ -156,7 +157,7 @@ def test_weights_are_counted_by_their_headers(place):
     directory = place["checkpoint"]
     held = load_file(f"{directory}/model.safetensors")
     elements = sum(tensor.numel() for tensor in held.values())
-    assert memory.weights(directory, 4) == 4 * elements and memory.weights(directory, 2) == 2 * elements
+    assert sizes.weights(directory, 4) == 4 * elements and sizes.weights(directory, 2) == 2 * elements
     before = memory.estimate("training", ENGINES["training"], place)
     change_config(directory, dtype="float16", torch_dtype="float16")
     save_file(held, f"{directory}/consolidated.safetensors")
@@ -187,7 +188,7 @@ def test_longer_sequences_and_a_larger_vocabulary_need_more(place, side, tmp_pat
 
 def test_ranks_on_a_cpu_share_its_memory_and_devices_hold_a_part(place):
     """On the CPU every rank loads the whole before it keeps its part; of a device the greatest rank's need counts."""
-    whole = memory.weights(place["checkpoint"], 4)
+    whole = sizes.weights(place["checkpoint"], 4)
 
     def estimate(side, **changes):
         return memory.estimate(side, {**ENGINES[side], **changes}, place)
