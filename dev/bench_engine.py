@@ -16,9 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]  # the tests' fixtures materialise and open engines
 
-from bench_timing import Result
+from bench_timing import Result  # noqa: E402
 
 THROUGHPUT_LIMIT, READ_BACK_LIMIT, TURNS = 1.1, 0.05, 3
 DTYPE = "bfloat16"
@@ -29,28 +30,25 @@ def measure(
 ) -> tuple[Result, Result]:
     """Scoring against the bare loop, and two read-backs (before and after, as each case has them) against scoring."""
     import torch
+    from hf_fixtures import Bench
 
-    from libxd.operators import catalog
-    from libxd.operators.session import OperatorSession
-    from libxd.runtimes.hf.training import TrainingEngine
     from libxd.runtimes.protocol import Request
     from libxd.scoring.evidence import Snapshot
 
-    engine = TrainingEngine(str(model), {"device": device, "dtype": DTYPE, "attention": "sdpa"})
+    engine = Bench(model).open(
+        "training", device=device, training__compute_dtype=DTYPE, training__attention_backend="sdpa"
+    )
     frozen = _sequences(engine.model.config.get_text_config().vocab_size, sequences, tokens)
     request = Request(batch, "teacher_forced", "canonical", {"logprobs": "raw", "temperature": 1.0})
-    with OperatorSession(catalog.load(False)) as session:
-        session.resolve("training", {"backend": "native", "options": {}})
-        engine.bind(session.instance("training"))
-        gc.freeze()  # as the scorer's child does
-        timed = _in_turns(
-            {
-                "score": lambda: engine.score(frozen, request),
-                "bare": lambda: _bare(engine.model, frozen, batch),
-                "read-back": lambda: (Snapshot.take(engine), Snapshot.take(engine)),
-            },
-            torch.cuda.synchronize if device == "cuda" else lambda: None,
-        )
+    gc.freeze()  # as the scorer's child does
+    timed = _in_turns(
+        {
+            "score": lambda: engine.score(frozen, request),
+            "bare": lambda: _bare(engine.model, frozen, batch),
+            "read-back": lambda: (Snapshot.take(engine), Snapshot.take(engine)),
+        },
+        torch.cuda.synchronize if device == "cuda" else lambda: None,
+    )
     score_s, bare_s, read_s = (statistics.median(timed[name]) for name in ("score", "bare", "read-back"))
     size = f"{sequences} x {tokens} tokens, {sum(p.numel() for p in engine.model.parameters()) / 1e9:.2f}e9 parameters"
     return (

@@ -20,7 +20,7 @@ from libxd.runtimes import registry
 from libxd.runtimes.protocol import EngineContext
 from libxd.scoring.task import Task
 
-SIDE, CASES = "rollout", 8
+SIDE, CASES, TURNS = "rollout", 8, 3
 PROMPTS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 4, 4, 16, 40
 #: what vLLM scores, which takes minutes: the real model and its frozen sequences
 MODEL, SEQUENCES = ROOT / "models" / "smollm2-135m-instruct", ROOT / "sequences" / "smollm2.safetensors"
@@ -28,7 +28,7 @@ MODEL, SEQUENCES = ROOT / "models" / "smollm2-135m-instruct", ROOT / "sequences"
 
 def measure(place: Path) -> list[Result]:
     """Decoding, the cases are eight batch sizes: runtime hf on a random Llama of two layers; vllm, where it is."""
-    found = [_measure(_plan_tiny(place), place, "hf", sys.executable, limit=1.2, turns=3)]
+    found = [_measure(_plan_tiny(place), place, "hf", sys.executable, limit=1.2, turns=TURNS)]
     python, what = os.environ.get("XD_PYTHON_VLLM"), _what("vllm")
     if not python:
         return [*found, Result(what, None, 1.15, "XD_PYTHON_VLLM names no interpreter (make setup-vllm)")]

@@ -33,7 +33,10 @@ class NativeLogprob:
         """
         import torch
 
-        logprobs_NV = torch.log_softmax(logits.to(torch.float32) / temperature, dim=-1)
+        scaled_NV = logits.to(torch.float32)
+        if temperature != 1.0:  # dividing by 1 would change no bit
+            scaled_NV = scaled_NV / temperature
+        logprobs_NV = torch.log_softmax(scaled_NV, dim=-1)
         return logprobs_NV.gather(-1, ids.to(torch.int64).unsqueeze(-1)).squeeze(-1)
 
 

@@ -101,15 +101,20 @@ class EnginesOwn:
 
 
 def checksum(logits: Any) -> int | None:
-    """The sum of a tensor's bit patterns: equal for equal bits, and moved by whatever is done to some of them.
+    """The sum of a tensor's bit patterns, eight bytes at a time and modulo 2**64: equal for equal bits, and moved by
+    whatever is done to some of them.
 
-    None for what is no torch tensor of floating-point numbers. Reads the tensor once, copies none of it.
+    None for what is no torch tensor of floating-point numbers. Reads the tensor once; a contiguous one is copied only
+    where it does not begin at a multiple of eight bytes.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(logits, torch.Tensor) or logits.element_size() not in (2, 4):
         return None
-    integers = torch.int16 if logits.element_size() == 2 else torch.int32
-    return int(logits.detach().contiguous().view(integers).sum(dtype=torch.int64))
+    held = logits.detach().contiguous().flatten().view(torch.uint8)
+    if held.storage_offset() % 8:
+        held = held.clone()
+    whole = held.numel() - held.numel() % 8
+    return (int(held[:whole].view(torch.int64).sum()) + int(held[whole:].sum())) % 2**64
 
 
 def _flat(answers: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
