@@ -81,7 +81,7 @@ def compare(attempt: Attempt) -> dict[str, Any]:
     bound = case.requested["contract"]
     threshold = contract.from_row(bound, str(attempt)).threshold(bound["dtype"])
     num_tokens = case.identity["sequences"]["num_tokens"]
-    scores = {side: ScoreFile(attempt, side, case.materialized, num_tokens) for side in SIDES}
+    scores = {side: ScoreFile.of(attempt, side, case.materialized, num_tokens) for side in SIDES}
     problems = [problem for side in SIDES for problem in scores[side].problems]
     problems += _disagreements(scores)
     difference = None if problems else Difference(scores["rollout"], scores["training"], threshold)

@@ -112,7 +112,7 @@ def difference_of_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any],
 
 
 def _scores(attempt: Attempt, side: str, tokens: int | None) -> ScoreFile:
-    file = ScoreFile(attempt, side, attempt.materialized(), tokens)
+    file = ScoreFile.of(attempt, side, attempt.materialized(), tokens)
     file.require_sound()
     return file
 

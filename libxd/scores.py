@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,23 +25,19 @@ _WITNESSED = {"token_ids": "selected_ids", "cu_seqlens": "cu_seqlens", "active_m
 
 
 class ScoreFile:
-    """`score_<side>.safetensors` of an attempt (T tokens, B sequences).
+    """`score_<side>.safetensors`, of an attempt or by itself (T tokens, B sequences).
 
     `problems` says, as entries of comparison.json's artifact_problems, what keeps its numbers from being compared:
     another dtype, shapes that do not agree with each other or with `tokens`. XdError 66 or 65 when it is missing,
-    cannot be parsed, lacks a tensor, or was written for another case, repeat, side or execution key.
+    cannot be parsed, lacks a tensor, or is the other side's.
     """
 
-    def __init__(self, attempt: Attempt, side: str, materialized: dict[str, Any], tokens: int | None) -> None:
+    def __init__(self, path: str | os.PathLike[str], side: str, tokens: int | None = None) -> None:
         self.side = side
-        self.path = attempt.file(f"score_{side}.safetensors")
+        self.path = Path(path)
         self._file = TensorFile(self.path)
         self.metadata = schema.validate("score_metadata", self._file.metadata, str(self.path))
-        expected = {"side": side, **{key: materialized[key] for key in ("case_id", "repeat", "execution_key")}}
-        for key, value in expected.items():
-            if self.metadata[key] != value:
-                raise XdError("the scores belong to another attempt", code="foreign-file", where=str(self.path),
-                              path=f"/{key}", found=self.metadata[key], expected=value)  # fmt: skip
+        self._require({"side": side}, "are the other side's")
         self.problems = [
             self._problem("dtype", f"{name} is {self._file.dtype(name)}, not {dtype}")
             for name, dtype in _DTYPES.items()
@@ -53,6 +51,27 @@ class ScoreFile:
             self.token_ids = self._file.array("token_ids")  # int32 [T]
             self.cu_seqlens = self._file.array("cu_seqlens")  # int64 [B+1]
             self.problems += self._bound_problems()
+
+    @classmethod
+    def of(cls, attempt: Attempt, side: str, materialized: dict[str, Any], tokens: int | None) -> ScoreFile:
+        """An attempt's. XdError 65, too, when it was written for another case, repeat or execution key."""
+        file = cls(attempt.file(f"score_{side}.safetensors"), side, tokens)
+        file._require(
+            {key: materialized[key] for key in ("case_id", "repeat", "execution_key")}, "belong to another attempt"
+        )
+        return file
+
+    @classmethod
+    def alone(cls, path: str | os.PathLike[str]) -> ScoreFile:
+        """A file by itself, which says whose side it is."""
+        with TensorFile(path) as file:
+            return cls(path, schema.validate("score_metadata", file.metadata, str(path))["side"])
+
+    def _require(self, expected: dict[str, Any], otherwise: str) -> None:
+        for key, value in expected.items():
+            if self.metadata[key] != value:
+                raise XdError(f"the scores {otherwise}", code="foreign-file", where=str(self.path), path=f"/{key}",
+                              found=self.metadata[key], expected=value)  # fmt: skip
 
     def identity(self) -> dict[str, Any]:
         """What `judge.violations` wants to know: metadata, and digests of the tensors that have the right form.

@@ -93,7 +93,7 @@ class Task:
                            "its scores were refused at read-back", hint="a retry needs a new attempt")
         if scored:
             num_tokens = self.identity["sequences"]["num_tokens"]
-            ScoreFile(self.attempt, self.side, self.materialized, num_tokens).require(readback["observed"])
+            ScoreFile.of(self.attempt, self.side, self.materialized, num_tokens).require(readback["observed"])
         return scored
 
 
