@@ -37,7 +37,7 @@ def test_what_is_no_pair(attempt, tmp_path):
         ([path], Status.USAGE, "two score files"),
         ([path, path], Status.INVALID, "both of one side"),
         ([path, score_path(shorter, "training")], Status.INVALID, "other numbers of tokens"),
-        ([path, gone], Status.MISSING, str(gone)),
+        ([path, gone], Status.MISSING, "no such file"),
     ):
         with pytest.raises(XdError, match=what) as caught:
             pairs.of_files(paths)
