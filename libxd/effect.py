@@ -78,6 +78,25 @@ def side_effect(attempt: Attempt, against: Attempt, side: str, of: str | None = 
     return _measure(*files)
 
 
+def sequence_sums(attempt: Attempt, against: Attempt, side: str) -> tuple[np.ndarray, np.ndarray]:
+    """Of `side_effect`, sequence by sequence: sums of |difference| in nats, float64 [B], and active tokens, int64 [B].
+
+    Sums are formed in float64, inside a block and then block by block. The two are ones that `side_effect` takes; a
+    difference that is not finite makes its sequence's sum so.
+    """
+    tokens = attempt.identity()["sequences"]["num_tokens"]
+    ours, theirs = _scores(attempt, side, tokens), _scores(against, side, tokens)
+    bounds = ours.cu_seqlens
+    sums, counts = np.zeros(bounds.size - 1, np.float64), np.zeros(bounds.size - 1, np.int64)
+    for where in scores.blocks(ours.tokens, ours, theirs):
+        active = np.flatnonzero(ours.active_mask[where] & theirs.active_mask[where])
+        apart = np.abs(_difference(ours.logprobs[where][active], theirs.logprobs[where][active]).astype(np.float64))
+        sequence = np.searchsorted(bounds, where.start + active, side="right") - 1
+        sums += np.bincount(sequence, weights=apart, minlength=sums.size)
+        counts += np.bincount(sequence, minlength=counts.size)
+    return sums, counts
+
+
 def _require_same(
     attempt: Attempt, against: Attempt, ours: Mapping[str, Any], theirs: Mapping[str, Any], names: Iterable[str],
     what: str, place: str,

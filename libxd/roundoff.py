@@ -19,6 +19,9 @@ from typing import Literal
 
 import numpy as np
 
+from libxd import bootstrap
+from libxd.bootstrap import Interval
+
 Answer = Literal["rounding", "bug", "undecided"]
 
 #: half the distance from 1 to the next larger number: the largest relative error of one rounding to nearest
@@ -33,11 +36,6 @@ LIMIT = 32.0
 LEAST_FACTOR = {"mean": 8.0, "max": 64.0}
 #: rungs whose roundoffs are not further apart than this cannot tell the two: a factor may grow by so much by itself
 SPAN = 16.0 * LIMIT
-
-DRAWS = 1000
-_BLOCKS = 1024  # sequences are put together into so many blocks at most
-_SEED = 20240
-_LEVEL = 0.95
 
 
 @dataclass(frozen=True)
@@ -56,15 +54,6 @@ class Sample:
     @property
     def mean(self) -> float:
         return float(self.sums.sum() / self.counts.sum())
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A value, and where 95 % of bootstrap draws over sequences fall; None with fewer than two sequences."""
-
-    value: float
-    low: float | None
-    high: float | None
 
 
 @dataclass(frozen=True)
@@ -107,7 +96,7 @@ def judge(samples: Sequence[Sample]) -> Judgement:
     coarse = [sample for sample in samples if sample.unit_roundoff >= SPAN * finest]
     if not coarse:
         return Judgement("undecided", _missing(samples), slope, None, None)
-    drawn = _draws(samples)
+    drawn = bootstrap.draws(samples[0].counts)
     factors = {
         "mean": min(sample.mean / sample.unit_roundoff for sample in coarse),
         "max": max(sample.maximum / sample.unit_roundoff for sample in coarse),
@@ -115,7 +104,7 @@ def judge(samples: Sequence[Sample]) -> Judgement:
     allowed = {what: LIMIT * finest * max(factor, LEAST_FACTOR[what]) for what, factor in factors.items()}
     mean = Remainder(max(sample.mean for sample in fine), allowed["mean"])
     largest = Remainder(max(sample.maximum for sample in fine), allowed["max"])
-    low, high = _range(_excess(fine, coarse, drawn)) if drawn is not None else (None, None)
+    low, high = bootstrap.span(_excess(fine, coarse, drawn)) if drawn is not None else (None, None)
     answer, why = _answer(mean, largest, low, high)
     return Judgement(answer, why, slope, mean, largest)
 
@@ -157,41 +146,15 @@ def _slope(samples: Sequence[Sample]) -> Interval | None:
     x = x - x.mean()
     weights = x / (x @ x)  # [R]
     value = float(weights @ np.log([sample.mean for sample in usable]))
-    drawn = _draws(usable)
+    drawn = bootstrap.draws(usable[0].counts)
     if drawn is None:
         return Interval(value, None, None)
     means = np.array([_means(sample, drawn) for sample in usable])  # [R, D]
     kept = means.min(axis=0) > 0
-    low, high = _range(weights @ np.log(means[:, kept])) if kept.any() else (None, None)
+    low, high = bootstrap.span(weights @ np.log(means[:, kept])) if kept.any() else (None, None)
     return Interval(value, low, high)
-
-
-def _draws(samples: Sequence[Sample]) -> np.ndarray | None:
-    """How often each block of sequences is drawn: float64 [D, blocks]; the same draws for every rung, and every time.
-
-    A draw without an active token is left out. None with fewer than two sequences that have any.
-    """
-    counts = samples[0].counts
-    if np.count_nonzero(counts) < 2:
-        return None
-    blocks = _blocks(counts)
-    stream = np.random.RandomState(_SEED)  # the old kind, which is frozen: the same interval under any numpy
-    drawn = stream.multinomial(blocks.size, np.full(blocks.size, 1 / blocks.size), DRAWS).astype(np.float64)
-    return drawn[drawn @ blocks > 0]
-
-
-def _blocks(values: np.ndarray) -> np.ndarray:
-    """Sums over at most `_BLOCKS` runs of neighbouring sequences: float64."""
-    edges = np.linspace(0, values.size, min(values.size, _BLOCKS) + 1).astype(np.intp)[:-1]
-    return np.add.reduceat(values.astype(np.float64), edges)
 
 
 def _means(sample: Sample, drawn: np.ndarray) -> np.ndarray:
     """Mean |d| of each draw: [D]."""
-    return (drawn @ _blocks(sample.sums)) / (drawn @ _blocks(sample.counts))
-
-
-def _range(values: np.ndarray) -> tuple[float, float]:
-    tail = (1 - _LEVEL) / 2
-    low, high = np.quantile(values, [tail, 1 - tail], method="inverted_cdf")
-    return float(low), float(high)
+    return bootstrap.means(sample.sums, sample.counts, drawn)

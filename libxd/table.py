@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from libxd import canon, knobs, verdict
+from libxd import canon, contract, knobs, verdict
 from libxd.effect import SideEffect, difference_of_conditions, floor, side_effect, standing
 from libxd.errors import XdError
 from libxd.plain import plain
@@ -33,6 +33,7 @@ class Row:
     reason: str = ""
     comparison: dict[str, Any] | None = None
     effects: list[tuple[str, SideEffect, str]] = field(default_factory=list)  # side, effect, its standing
+    beside: dict[str, Row] = field(default_factory=dict)  # side -> the baseline that its effect is against
 
     @property
     def tried(self) -> Attempt:
@@ -76,6 +77,18 @@ class Table:
 
     rows: list[Row]
     floors: list[Floors] = field(default_factory=list)
+
+    @property
+    def threshold(self) -> float:
+        """Of the contract, in nats."""
+        first = self.rows[0].requested
+        bound = first["contract"]
+        return contract.from_row(bound, str(self.rows[0].attempt or first["case_id"])).threshold(bound["dtype"])
+
+    def name(self, row: Row) -> str:
+        """What a row changed, with the attempt's id where the table holds several attempts at the same thing."""
+        twice = sum(other.changed == row.changed for other in self.rows) > 1
+        return f"{row.changed} {row.attempt.attempt_id}" if twice and row.attempt else row.changed
 
 
 def read(attempt: Attempt) -> Row:
@@ -145,6 +158,7 @@ def _with_effects(rows: list[Row]) -> Table:
     table = Table(rows, [floors for each in baselines if (floors := _floors(each, sound, found))])
     noise = {id(floors.baseline): floors.sides for floors in table.floors}
     for row in sound:
+        row.beside = {side: baseline for baseline, sides in found[id(row)] for side in sides}
         row.effects = [
             (side, measured, standing(measured, noise.get(id(baseline), {}).get(side)))
             for baseline, sides in found[id(row)]

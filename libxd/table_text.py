@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Callable
 from itertools import zip_longest
 
-from libxd import contract
 from libxd.plain import number, plain
 from libxd.rundir import SIDES
 from libxd.table import Row, Table
@@ -31,7 +30,7 @@ _EMPTY = ("",) * len(_HEAD)
 def lines(table: Table, style: Callable[[str, str], str] = lambda text, what: text) -> list[str]:
     """A table of at most 120 columns. style(text, what) may colour a padded cell: what is a verdict or a standing."""
     notes: list[str] = []
-    rows = [_cells(each, _name(each, table.rows), notes) for each in table.rows]
+    rows = [_cells(each, table.name(each), notes) for each in table.rows]
     body = [line for row in rows for line in row]
     full = [cells for cells in body if any(cells[2:])]  # what was not judged runs on over the empty columns
     widths = [max(_LEAST[i], *(len(cells[i]) for cells in (_HEAD, *full))) for i in range(len(_HEAD))]
@@ -41,9 +40,9 @@ def lines(table: Table, style: Callable[[str, str], str] = lambda text, what: te
     over = " |training - rollout| ".center(sum(widths[3:6]) + 2 * len(_GAP), "-")
     beside = " effect against the baseline ".center(sum(widths[6:]) + 3 * len(_GAP), "-")
     head = _line(_HEAD, widths)
-    out = [*_title(table), "", f"{'':{left}}{over}{_GAP}{beside}", head, "-" * len(head)]
+    out = [*title(table), "", f"{'':{left}}{over}{_GAP}{beside}", head, "-" * len(head)]
     for row in rows:
-        names = _wrap(row[0][0], widths[0])
+        names = wrapped_name(row[0][0], widths[0])
         for name, cells in zip_longest(names, row, fillvalue=None):
             out.append(_line((name or "", *(cells or _EMPTY)[1:]), widths, style))
     out += ["", *_legend(table)]
@@ -52,17 +51,22 @@ def lines(table: Table, style: Callable[[str, str], str] = lambda text, what: te
     return [line.rstrip() for line in out]
 
 
-def _title(table: Table) -> list[str]:
+def title(table: Table) -> list[str]:
+    """Which experiment it is, under which contract, and what its scenario level shows."""
     first = table.rows[0].requested
     bound = first["contract"]
-    threshold = contract.from_row(bound, str(table.rows[0].attempt or first["case_id"])).threshold(bound["dtype"])
-    level = first["scenario"]["level"]
-    title = (
+    named = (
         f"{first['experiment_id']} ({first['scenario_id']}): contract {bound['source']} version {bound['version']}, "
-        f"threshold {threshold:g} nats ({bound['dtype']})"
+        f"threshold {table.threshold:g} nats ({bound['dtype']})"
     )
-    claim = f"{level} on {first['scenario']['device']} shows {CLAIMS[level].format(engines=_engines(table.rows))}"
-    return [line for text in (title, claim) for line in textwrap.wrap(plain(text), WIDTH)]
+    return [line for text in (named, claim(table.rows)) for line in textwrap.wrap(plain(text), WIDTH)]
+
+
+def claim(rows: list[Row]) -> str:
+    """What the scenario level of these rows shows, and what it does not."""
+    scenario = rows[0].requested["scenario"]
+    shown = CLAIMS[scenario["level"]].format(engines=_engines(rows))
+    return f"{scenario['level']} on {scenario['device']} shows {shown}"
 
 
 def _engines(rows: list[Row]) -> str:
@@ -96,12 +100,6 @@ def _cells(row: Row, name: str, notes: list[str]) -> list[tuple[str, ...]]:
     return [(name, verdict, *judged, *effects[0]), *(("",) * 6 + effect for effect in effects[1:])]
 
 
-def _name(row: Row, rows: list[Row]) -> str:
-    """What changed, with the attempt's id where the table holds several attempts at the same thing."""
-    twice = sum(other.changed == row.changed for other in rows) > 1
-    return f"{row.changed} {row.attempt.attempt_id}" if twice and row.attempt else row.changed
-
-
 def _legend(table: Table) -> list[str]:
     noise = []
     for floors in table.floors:
@@ -123,7 +121,7 @@ def _line(cells: tuple[str, ...], widths: list[int], style: Callable[[str, str],
     return _GAP.join(padded)
 
 
-def _wrap(text: str, width: int) -> list[str]:
+def wrapped_name(text: str, width: int) -> list[str]:
     """Broken after "," and "=" where it must be; what follows is indented by two."""
     if len(text) <= width:
         return [text]

@@ -1,0 +1,225 @@
+"""A report's content: everything that any of its formats says, as one JSON value (schemas/report.schema.json).
+
+Nothing of it depends on a clock, a host name or where the run directory lies: the same evidence gives the same value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from libxd import bootstrap, canon, effect, pairs, table
+from libxd.bootstrap import Interval
+from libxd.difference import Difference
+from libxd.errors import XdError
+from libxd.plain import plain, shortened
+from libxd.report import answer, conditions, strip
+from libxd.report.survey import Survey
+from libxd.report.vocabulary import Vocabulary
+from libxd.rundir import SEAL, SIDES
+from libxd.table import Row, Table
+from libxd.table_text import claim
+from libxd.tensors import TensorFile
+
+SCHEMA_VERSION = "xd.report.v1"
+#: windows of tokens a case, and tokens a window: fewer of many cases, which keeps a page of 256 under ten megabytes
+_MANY = 64
+_WINDOWS_OF_FEW, _WINDOWS_OF_MANY = (4, 60), (2, 48)
+_MOST_EVIDENCE = 240
+_MOST_VIOLATIONS = 32
+
+
+@dataclass(frozen=True)
+class Report:
+    """The verdict table that a report is about, and all that it says."""
+
+    table: Table
+    value: dict[str, Any]
+
+
+def read(rows: list[Row], vocabulary: Vocabulary | None, redact: bool, done: Callable[[], None]) -> Report:
+    """A report of rows that are of one experiment under one contract. `done` is called after each.
+
+    redact: no token's text and no token's id. XdError 65 for rows of several experiments, or of none.
+    """
+    found = table.tables(rows)
+    if len(found) != 1:
+        named = ", ".join(sorted({f"{each.rows[0].requested['experiment_id']}" for each in found}))
+        what = "several experiments or contracts" if found else "nothing"
+        raise XdError(f"a report is of one experiment, these attempts are of {what}", code="several-experiments",
+                      found=named or "no rows", expected="one", hint="give one run directory")  # fmt: skip
+    (judged,) = found
+    first = judged.rows[0].requested
+    windows = _WINDOWS_OF_FEW if len(rows) <= _MANY else _WINDOWS_OF_MANY
+    cases = []
+    for row in judged.rows:
+        cases.append({"name": judged.name(row), **_case(row, windows, vocabulary, redact)})
+        done()
+    value = {
+        "schema_version": SCHEMA_VERSION,
+        **{name: first[name] for name in ("experiment_id", "scenario_id", "scenario", "contract")},
+        "claim": claim(judged.rows),
+        "threshold": judged.threshold,
+        "redacted": redact,
+        "identity": _identity(first["identity"]),
+        "floors": [
+            {
+                "baseline": cases[judged.rows.index(floors.baseline)]["name"],
+                "repeats": floors.repeats,
+                "sides": {
+                    side: {"mean_absolute": floors.sides[side][0], "max_absolute": floors.sides[side][1]}
+                    if side in floors.sides
+                    else None
+                    for side in SIDES
+                },
+            }
+            for floors in judged.floors
+        ],
+        "cases": cases,
+        "conditions": conditions.compared(
+            [(case["name"], row.attempt) for case, row in zip(cases, judged.rows, strict=True) if row.attempt]
+        ),
+    }
+    return Report(judged, {**value, "answer": answer.of(value)})
+
+
+def _identity(identity: dict[str, Any]) -> dict[str, Any]:
+    """What both sides had to score, by digest."""
+    sequences, tokenizer = identity["sequences"], identity["tokenizer"]
+    return {
+        "checkpoint": identity["checkpoint"]["digest"],
+        "tokenizer": tokenizer["digest"],
+        "sequences": sequences["digest"],
+        "num_sequences": sequences["num_sequences"],
+        "num_tokens": sequences["num_tokens"],
+        "num_active": sequences["num_active"],
+        "semantics": identity["semantics"],
+        "rollout_mode": identity["rollout_mode"],
+        "model_state": identity["model_state"],
+    }
+
+
+def _case(row: Row, windows: tuple[int, int], vocabulary: Vocabulary | None, redact: bool) -> dict[str, Any]:
+    """One row of the table, with all that is shown of it."""
+    comparison = row.comparison
+    numbers = comparison if comparison is not None and comparison["counts"] is not None else None
+    return {
+        **{name: row.requested[name] for name in ("case_id", "repeat", "intervention")},
+        "attempt": row.attempt.attempt_id if row.attempt else None,
+        "verdict": row.verdict,
+        "reason": row.reason,
+        "sealed": bool(row.attempt and row.attempt.sealed),
+        "counts": numbers and numbers["counts"],
+        "logprob_difference": numbers and numbers["logprob_difference"],
+        "kl": numbers and numbers["kl"],
+        "value_grid": numbers and numbers["value_grid"],
+        "worst": _place(numbers and numbers["worst"], redact),
+        "first_mismatch": _place(numbers and numbers["first_mismatch"], redact),
+        "effects": [_effect(row, *each) for each in row.effects],
+        "change_of_difference": _change(row),
+        **_survey(row, numbers, windows, vocabulary, redact),
+        "knobs": _knobs(row),
+        "violations": [
+            {key: violation[key] for key in ("code", "side", "path")}
+            for violation in (comparison["violations"][:_MOST_VIOLATIONS] if comparison else ())
+        ],
+        "digests": _digests(row),
+    }
+
+
+def _place(place: dict[str, Any] | None, redact: bool) -> dict[str, Any] | None:
+    return place and {**place, "token_id": None if redact else place["token_id"]}
+
+
+def _effect(row: Row, side: str, measured: effect.SideEffect, standing: str) -> dict[str, Any]:
+    """How far a side is from the baseline's, on average over tokens and with its interval."""
+    finite = measured.mean_absolute is not None
+    mean = bootstrap.mean(*effect.sequence_sums(row.tried, row.beside[side].tried, side)) if finite else None
+    return {
+        "side": side,
+        "mean_absolute": _interval(mean),
+        "max_absolute": measured.max_absolute,
+        "bitwise_equal_share": measured.bitwise_equal_share,
+        "standing": standing,
+    }
+
+
+def _change(row: Row) -> dict[str, Any] | None:
+    """Mean |training - rollout| here less that of the baseline, over the same draws; null without a baseline."""
+    if len({id(baseline) for baseline in row.beside.values()}) != 1:
+        return None
+    sums, counts = _sums(row)
+    theirs, other = _sums(next(iter(row.beside.values())))
+    if not (np.isfinite(sums).all() and np.isfinite(theirs).all() and np.array_equal(counts, other)):
+        return None
+    return _interval(bootstrap.mean(sums, counts, theirs))
+
+
+def _sums(row: Row) -> tuple[np.ndarray, np.ndarray]:
+    """Of each sequence: sum of |training - rollout|, and active tokens."""
+    with TensorFile(row.tried.file("token_diffs.safetensors")) as file:
+        return tuple(np.array(file.array(name)) for name in ("sequence_sum_absolute", "sequence_active"))
+
+
+def _interval(found: Interval | None) -> dict[str, Any] | None:
+    return found and vars(found)
+
+
+def _survey(
+    row: Row, numbers: dict[str, Any] | None, windows: tuple[int, int], vocabulary: Vocabulary | None, redact: bool
+) -> dict[str, Any]:
+    """What one more pass over the tokens shows; nulls where there are no numbers."""
+    if numbers is None:
+        return {"distribution": None, "positions": None, "strips": []}
+    pair = pairs.of_attempt(row.tried)
+    difference = Difference(pair.rollout, pair.training, numbers["threshold"])
+    survey = Survey(difference)
+    most, width = windows
+    return {
+        "distribution": survey.distribution(),
+        "positions": survey.positions(),
+        "strips": strip.strips(difference, survey.worst(most), width, vocabulary, redact),
+    }
+
+
+def _knobs(row: Row) -> list[dict[str, Any]]:
+    """Requested, materialised and actual, each with what shows it; of a case that was not judged, as far as it came."""
+    if row.attempt is None:
+        return []
+    sides = row.attempt.materialized()["sides"]
+    judged = row.comparison is not None
+    shown = {side: row.attempt.readback(side)["knobs"] if judged else [] for side in SIDES}
+    records = []
+    for side in SIDES:
+        seen = {record["knob"]: record for record in shown[side]}
+        for planned in sides[side]["knobs"]:
+            live = seen.get(planned["knob"])
+            evidence = canon.dumps(live["evidence"]).decode() if live and live["evidence"] else ""
+            records.append({
+                "knob": planned["knob"],
+                "side": side,
+                **{name: planned[name] for name in ("requested", "materialized", "lifecycle")},
+                "actual": live["actual"] if live else None,
+                "status": live["status"] if live else ("unobservable" if judged else planned["status"]),
+                "planned": _evidence(planned["evidence"]),
+                "seen": _evidence(evidence),
+            })  # fmt: skip
+    return records
+
+
+def _evidence(text: str) -> str:
+    return shortened(plain(text), _MOST_EVIDENCE)
+
+
+def _digests(row: Row) -> dict[str, str]:
+    """Of the files that the verdict rests on and of those it wrote, as the comparison names them."""
+    if row.comparison is None:
+        return {}
+    named = {**row.comparison["inputs"], "actual.json": row.comparison["actual"]}
+    named["token_diffs.safetensors"] = row.comparison["token_diffs"]
+    if row.tried.has(SEAL):
+        named["comparison.json"] = row.tried.read(SEAL)["files"]["comparison.json"]["blake3"]
+    return {**named, "execution_key": row.comparison["execution_key"]}
