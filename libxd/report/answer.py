@@ -12,7 +12,7 @@ _MOST = 5
 
 
 def of(value: dict[str, Any]) -> dict[str, Any]:
-    """state: good, bad, invalid or nothing; what: a sentence; which: sentences with cases below them; sure: sentences."""
+    """state: good, bad, invalid or nothing; what: one sentence; which: sentences, each with cases; sure: sentences."""
     cases = value["cases"]
     state, what = _what(value, cases)
     return {"state": state, "what": what, "which": _which(value, cases), "sure": _sure(value, cases)}
@@ -100,6 +100,9 @@ def _which(value: dict[str, Any], cases: list[Case]) -> list[dict[str, Any]]:
                 out.append(_said(f"{what}:", some))
         if not turned and base["verdict"] == "MISMATCH":
             out.append(_said("No single change makes it go away, so no verdict names a cause; the effects may."))
+    if base is not None and base.get("findings"):
+        first = base["findings"][0]
+        out.append(_said(f"The doctor's first candidate cause for the baseline: {first['cause']}, {first['summary']}."))
     moved = ranked(cases)
     if moved:
         what = "Moves its side most, in nats a token, over a floor that was not measured:"

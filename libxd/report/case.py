@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from libxd.plain import number
-from libxd.report import svg
+from libxd.report import causes, svg
 from libxd.report.words import changed, chip, figures, table, text, value_of
 
 _FIGURES = (
@@ -34,6 +34,8 @@ def section(
     if case["counts"]:
         body += [_plots(case, threshold, base, span), _figures(case)]
         body += [_strips(case, threshold)] if case["strips"] else []
+    body += [f"<h4>Candidate causes</h4>{causes.findings(case['findings'])}"] if "findings" in case else []
+    body += [f"<h4>What it does to an update</h4>{causes.impact(case['impact'])}"] if "impact" in case else []
     body += [_knobs(case)] if case["knobs"] else []
     body += [_digests(case)] if case["digests"] else []
     short = f"mean {number(case['logprob_difference']['mean_absolute'])} nats" if case["counts"] else ""

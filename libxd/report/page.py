@@ -22,7 +22,7 @@ _STATES = {
     "nothing": ("∅", "No verdict"),
 }
 _STANDINGS = {"above": "above", "within": "within", "0": "same bits", "?": "not measured"}
-_AXIS = (22.0, 194.0)
+_AXIS = (32.0, 174.0)
 
 
 def html(value: dict[str, Any]) -> str:
@@ -191,11 +191,11 @@ def _nearer(change: dict[str, Any] | None) -> str:
     if change is None:
         return spread(None)
     sure = change["low"] is not None and not change["low"] <= 0 <= change["high"]
-    word = (" nearer" if change["value"] < 0 else " further apart") if sure else ""
+    word = f"<b>{'nearer' if change['value'] < 0 else 'further apart'}</b>" if sure else ""
     sign = "−" if change["value"] < 0 else "+" if change["value"] > 0 else ""
     low, high = (_signed(change[name]) for name in ("low", "high"))
     span = f" <i>[{low}, {high}]</i>" if low is not None else ""
-    return f"{sign}{number(abs(change['value']))}{span}<b>{word}</b>"
+    return f"{sign}{number(abs(change['value']))}{span}{word}"
 
 
 def _signed(value: float | None) -> str | None:

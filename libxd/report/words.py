@@ -54,8 +54,8 @@ def table(caption: str, head: Sequence[tuple[str, str]], rows: Iterable[str], na
     """A table that can be scrolled sideways by keyboard. head: (what stands there, class); caption is HTML."""
     columns = "".join(f'<th scope="col" class="{kind}">{title}</th>' for title, kind in head)
     return (
-        f'<div class="scroll" role="region" aria-label="{text(name)}" tabindex="0"><table><caption><span>{caption}</span></caption>'
-        f"<thead><tr>{columns}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f'<div class="scroll" role="region" aria-label="{text(name)}" tabindex="0"><table>'
+        f"<caption><span>{caption}</span></caption><thead><tr>{columns}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 
