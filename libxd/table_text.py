@@ -122,12 +122,15 @@ def _line(cells: tuple[str, ...], widths: list[int], style: Callable[[str, str],
 
 
 def wrapped_name(text: str, width: int) -> list[str]:
-    """Broken after "," and "=" where it must be; what follows is indented by two."""
+    """Broken after "," and "=" where it must be, and inside a name too long for a line; what follows is indented."""
     if len(text) <= width:
         return [text]
-    parts = text.replace("=", "=\0").replace(", ", ", \0").split("\0")
+    parts = [
+        part if len(part.rstrip()) <= width - 2 else part.replace(".", ".\0").replace("_", "_\0")
+        for part in text.replace("=", "=\0").replace(", ", ", \0").split("\0")
+    ]
     out = [""]
-    for part in parts:
+    for part in "\0".join(parts).split("\0"):
         if out[-1] and len(out[-1]) + len(part.rstrip()) > width - (2 if len(out) > 1 else 0):
             out.append("")
         out[-1] += part

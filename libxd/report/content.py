@@ -27,7 +27,7 @@ from libxd.tensors import TensorFile
 SCHEMA_VERSION = "xd.report.v1"
 #: windows of tokens a case, and tokens a window: fewer of many cases, which keeps a page of 256 under ten megabytes
 _MANY = 64
-_WINDOWS_OF_FEW, _WINDOWS_OF_MANY = (4, 60), (2, 48)
+WINDOWS_OF_FEW, WINDOWS_OF_MANY = (4, 60), (2, 48)
 _MOST_EVIDENCE = 240
 _MOST_VIOLATIONS = 32
 
@@ -53,7 +53,7 @@ def read(rows: list[Row], vocabulary: Vocabulary | None, redact: bool, done: Cal
                       found=named or "no rows", expected="one", hint="give one run directory")  # fmt: skip
     (judged,) = found
     first = judged.rows[0].requested
-    windows = _WINDOWS_OF_FEW if len(rows) <= _MANY else _WINDOWS_OF_MANY
+    windows = WINDOWS_OF_FEW if len(rows) <= _MANY else WINDOWS_OF_MANY
     cases = []
     for row in judged.rows:
         cases.append({"name": judged.name(row), **_case(row, windows, vocabulary, redact)})

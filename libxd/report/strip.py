@@ -9,8 +9,6 @@ import numpy as np
 from libxd.difference import Difference
 from libxd.report.vocabulary import Vocabulary
 
-_BEFORE = 2 / 3  # of a window lies before its worst token, which shows what led to it
-
 
 def strips(
     difference: Difference, worst: list[tuple[int, int]], width: int, vocabulary: Vocabulary | None, redact: bool
@@ -23,7 +21,7 @@ def strips(
     out = []
     for sequence, index in worst:
         begin, end = int(bounds[sequence]), int(bounds[sequence + 1])
-        start = max(begin, min(index - round(width * _BEFORE), end - width))
+        start = max(begin, min(index - 2 * width // 3, end - width))  # most of it shows what led to the worst
         where = slice(start, min(start + width, end))
         out.append({
             "sequence": sequence,

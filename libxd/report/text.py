@@ -56,10 +56,10 @@ def _effects(value: dict[str, Any]) -> list[str]:
 
 
 def _worst(value: dict[str, Any]) -> list[str]:
-    """The worst token of each case, where it lies and what it says."""
+    """The worst token of each case that has a difference, where it lies and what it says."""
     rows = []
     for case in value["cases"]:
-        if (place := case["worst"]) is None:
+        if (place := case["worst"]) is None or place["rollout_logprob"] == place["training_logprob"]:
             continue
         said = next((_said(strip) for strip in case["strips"] if strip["sequence"] == place["sequence"]), "")
         rows.append((

@@ -1,0 +1,526 @@
+"""What a report says: of a run's evidence, in each format, of hostile text, and redacted."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from comparison_fixtures import rewrite_json, scored
+from report_fixtures import ACTIVE, HOSTILE, LENGTHS, LOGPROBS, TOKENS, Page, Words, judged, make, moved, report
+
+from libxd import bootstrap, canon, comparison, effect, pairs, resume, schema, scores, table
+from libxd.difference import Difference
+from libxd.errors import Status, XdError
+from libxd.report import answer, content, formats, markdown, page, run, strip, survey, vocabulary
+from libxd.rundir import Attempt
+from libxd.table_text import WIDTH
+
+FORMATS = ("html", "text", "md", "json")
+CONTROLS = "\u202e\u0007\x1b\x00"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    return make(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def said(made) -> content.Report:
+    return report(made, Words("word"))
+
+
+def case(found: content.Report, name: str) -> dict:
+    return next(each for each in found.value["cases"] if each["name"] == name)
+
+
+# -- one pass over the tokens
+
+
+def surveyed(attempt: Attempt, threshold: float = 1e-5) -> tuple[survey.Survey, Difference]:
+    pair = pairs.of_attempt(attempt)
+    difference = Difference(pair.rollout, pair.training, threshold)
+    return survey.Survey(difference), difference
+
+
+@pytest.mark.parametrize("block", [5, 1 << 17])
+def test_a_survey_counts_what_is_there_in_any_blocks(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(scores, "BLOCK", block)
+    training = moved(1e-2)
+    training[4] = LOGPROBS[4]
+    found, difference = surveyed(scored(tmp_path, LOGPROBS, training, active=ACTIVE, lengths=LENGTHS))
+    apart = np.abs(difference.all(slice(None))[ACTIVE].astype(np.float64))
+    counted = found.distribution()
+    assert (counted["zero"], counted["nonfinite"]) == (1, 0)
+    assert sum(counted["counts"]) == np.count_nonzero(ACTIVE) - 1
+    low = 10.0 ** counted["first_log10"]
+    high = 10.0 ** (counted["first_log10"] + len(counted["counts"]) / counted["bins_per_decade"])
+    assert low <= apart[apart > 0].min() and apart.max() <= high
+    assert counted["counts"][0] and counted["counts"][-1]
+    where = found.positions()
+    position = np.concatenate([np.arange(length) for length in LENGTHS])[ACTIVE]
+    assert (where["first"], where["width"]) == (2, 1)
+    assert where["counts"] == np.bincount(position)[2:].tolist()
+    np.testing.assert_allclose(where["mean"], [apart[position == at].mean() for at in range(2, 12)], rtol=1e-12)
+    assert where["max"] == [apart[position == at].max() for at in range(2, 12)]
+    of_sequence = np.repeat(np.arange(len(LENGTHS)), LENGTHS)[ACTIVE]
+    order = sorted(range(len(LENGTHS)), key=lambda s: -apart[of_sequence == s].max())
+    assert [sequence for sequence, _ in found.worst(9)] == order
+    assert found.worst(1)[0][1] == np.flatnonzero(ACTIVE)[np.argmax(apart)]
+
+
+def test_what_is_not_finite_is_counted_and_is_the_worst(tmp_path):
+    training = np.where(np.arange(TOKENS) == 9, np.nan, moved(1e-2)).astype(np.float32)
+    found, _ = surveyed(scored(tmp_path, LOGPROBS, training, active=ACTIVE, lengths=LENGTHS))
+    assert found.distribution()["nonfinite"] == 1
+    assert sum(found.positions()["counts"]) == np.count_nonzero(ACTIVE) - 1
+    assert found.worst(1) == [(1, 9)]
+
+
+def test_equal_sides_and_no_tokens_have_no_worst(tmp_path):
+    found, _ = surveyed(scored(tmp_path, LOGPROBS, LOGPROBS, active=ACTIVE, lengths=LENGTHS))
+    assert found.worst(3) == [] and found.distribution()["counts"] == []
+    found, _ = surveyed(scored(tmp_path / "none", LOGPROBS, LOGPROBS, active=np.zeros(TOKENS, bool), lengths=LENGTHS))
+    assert found.positions()["counts"] == [] and found.worst(3) == []
+
+
+def test_many_positions_are_put_together(tmp_path):
+    length = 5000
+    rollout = np.full(length, -1, np.float32)
+    training = (rollout - np.arange(length) / 1e4).astype(np.float32)
+    found, _ = surveyed(scored(tmp_path, rollout, training))
+    where = found.positions()
+    assert len(where["counts"]) <= 64 and sum(where["counts"]) == length
+    assert where["mean"] == sorted(where["mean"]) and where["mean"][-1] > 10 * where["mean"][0]
+
+
+def test_memory_of_a_survey_does_not_grow_with_the_tokens(tmp_path):
+    peaks = []
+    for tokens in (1 << 19, 1 << 21):
+        rollout = np.full(tokens, -1, np.float32)
+        pair = pairs.of_attempt(scored(tmp_path / str(tokens), rollout, rollout + np.float32(1e-3)))
+        difference = Difference(pair.rollout, pair.training, 1e-5)
+        tracemalloc.start()
+        survey.Survey(difference)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.1 * peaks[0]
+
+
+def test_a_strip_stays_in_its_sequence_and_holds_its_worst_token(tmp_path):
+    found, difference = surveyed(scored(tmp_path, LOGPROBS, moved(1e-2), active=ACTIVE, lengths=LENGTHS))
+    for width in (1, 3, 5, 100):
+        for each, (sequence, index) in zip(
+            strip.strips(difference, found.worst(4), width, None, False), found.worst(4), strict=True
+        ):
+            assert len(each["tokens"]) == min(width, LENGTHS[sequence]) <= each["length"] == LENGTHS[sequence]
+            assert each["first"] <= each["worst"] < each["first"] + len(each["tokens"])
+            token = each["tokens"][each["worst"] - each["first"]]
+            assert token["difference"] == float(difference.all(slice(index, index + 1))[0])
+            assert token["id"] == index % 97
+
+
+# -- how sure
+
+
+def test_an_effects_sums_are_those_of_its_mean(tmp_path, monkeypatch):
+    monkeypatch.setattr(scores, "BLOCK", 5)
+    base = judged(tmp_path, LOGPROBS, moved(1e-2))
+    other = judged(tmp_path, moved(0.1, 4), moved(1e-2), change=("rollout.enforce_eager", False))
+    sums, counts = effect.sequence_sums(other, base, "rollout")
+    assert counts.tolist() == [length - 2 for length in LENGTHS]
+    apart = np.abs(moved(0.1, 4) - LOGPROBS).astype(np.float64)
+    expected = [part[2:].sum() for part in np.split(apart, np.cumsum(LENGTHS)[:-1])]
+    np.testing.assert_allclose(sums, expected, rtol=1e-12)
+    mean = bootstrap.mean(sums, counts)
+    assert mean.value == pytest.approx(effect.side_effect(other, base, "rollout").mean_absolute, rel=1e-12)
+    assert mean.low < mean.value < mean.high
+    assert not effect.sequence_sums(other, base, "training")[0].any()
+
+
+def test_a_bootstrap_is_the_same_each_time_paired_and_needs_two_sequences():
+    draw = np.random.default_rng(0)
+    counts = draw.integers(1, 50, 200)
+    sums = counts * draw.uniform(0, 1, 200)
+    shifted = sums + 0.01 * counts
+    assert bootstrap.mean(sums, counts) == bootstrap.mean(sums, counts)
+    alone, paired = bootstrap.mean(shifted, counts), bootstrap.mean(shifted, counts, sums)
+    assert paired.value == pytest.approx(0.01) and paired.high - paired.low < 1e-12
+    assert alone.high - alone.low > 0.01, "the control: each by itself is less sure"
+    assert bootstrap.mean(sums[:1], counts[:1]).low is None
+    assert bootstrap.mean(np.zeros(2), np.zeros(2, np.int64)) is None
+
+
+def test_intervals_hold_the_truth_about_as_often_as_they_say():
+    draw, held = np.random.default_rng(1), 0
+    for _ in range(200):
+        counts = draw.integers(5, 40, 40)
+        found = bootstrap.mean(counts * draw.normal(1.0, 0.5, 40), counts)
+        held += found.low <= 1.0 <= found.high
+    assert 175 <= held <= 199
+
+
+# -- which knob
+
+
+def test_the_answer_names_what_repairs_and_what_moves(said):
+    found = said.value["answer"]
+    assert found["state"] == "invalid" and "1 case is INVALID_ARTIFACT" in found["what"]
+    assert "Of the other 5, 4 differ beyond 1e-05 nats" in found["what"]
+    groups = {group["said"]: [each["case"] for each in group["cases"]] for group in found["which"]}
+    assert groups["The difference is gone with:"] == ["training.attention_backend=sdpa"]
+    assert groups["Moves its side most, in nats a token, above the noise floor:"] == [
+        "rollout.enforce_eager=false", "training.attention_backend=sdpa",
+    ]  # fmt: skip
+    assert groups["Brings the two sides nearer, in nats a token:"] == ["training.attention_backend=sdpa"]
+    assert groups["Takes the two sides further apart, in nats a token:"] == ["rollout.enforce_eager=false"]
+    assert groups["Moves not a bit:"] == ["rollout.enable_prefix_caching=true"]
+    assert any("Noise floor, 1 repeat of baseline" in each for each in found["sure"])
+    assert any("rough" in each and "4 sequences" in each for each in found["sure"])
+    assert any("rollout.dtype=float16 (unsupported)" in each for each in found["sure"])
+
+
+def test_the_answer_where_a_change_breaks_an_aligned_baseline(tmp_path):
+    judged(tmp_path, LOGPROBS, LOGPROBS)
+    judged(tmp_path, moved(0.1), LOGPROBS, change=("rollout.enforce_eager", False))
+    found = report(tmp_path / "test").value["answer"]
+    assert found["what"] == "1 of 2 judged cases differ beyond 1e-05 nats, the baseline does not."
+    assert found["which"][0] == {
+        "said": "The difference comes with:", "more": 0, "cases": [{"case": "rollout.enforce_eager=false", "said": ""}],
+    }  # fmt: skip
+    assert found["sure"][0].startswith("The noise floor was not measured")
+
+
+def test_the_answer_where_no_verdict_tells(tmp_path):
+    judged(tmp_path, LOGPROBS, moved(0.1))
+    alone = report(tmp_path / "test").value["answer"]
+    assert alone["what"].startswith("The one judged case differs beyond 1e-05 nats; in the baseline 24 of 24 tokens")
+    assert [group["said"] for group in alone["which"]] == [
+        "No case with a changed knob was judged, so nothing points to one."
+    ]
+    judged(tmp_path, moved(0.1, 1), moved(0.1), change=("rollout.enforce_eager", False))
+    found = report(tmp_path / "test").value["answer"]
+    assert found["what"].startswith("All 2 judged cases differ")
+    assert found["which"][0]["said"].startswith("No single change makes it go away")
+    assert "a floor that was not measured" in found["which"][1]["said"]
+
+
+def test_the_answer_where_all_is_well_and_where_nothing_was_judged(tmp_path):
+    judged(tmp_path / "good", LOGPROBS, LOGPROBS)
+    found = report(tmp_path / "good" / "test").value["answer"]
+    assert (found["state"], found["what"]) == (
+        "good", "The one judged case agrees: no active token differs by more than 1e-05 nats.",
+    )  # fmt: skip
+    nothing = scored(tmp_path / "none", LOGPROBS, LOGPROBS, active=np.zeros(TOKENS, bool), lengths=LENGTHS)
+    comparison.compare(nothing)
+    found = report(tmp_path / "none" / "test").value["answer"]
+    assert (found["state"], found["what"]) == ("nothing", "Nothing can be said: no token is active.")
+    judged(tmp_path / "open", LOGPROBS, LOGPROBS, sealed=False)
+    assert "Not sealed, so not final: baseline." in report(tmp_path / "open" / "test").value["answer"]["sure"]
+
+
+def test_an_effect_within_the_floor_is_said_to_be_so(tmp_path):
+    judged(tmp_path, LOGPROBS, LOGPROBS)
+    judged(tmp_path, moved(1e-3), LOGPROBS, repeat=1)
+    judged(tmp_path, moved(1e-4, 5), LOGPROBS, change=("rollout.enforce_eager", False))
+    found = report(tmp_path / "test").value["answer"]
+    assert {"said": "Moves no more than a repeat does:", "more": 0,
+            "cases": [{"case": "rollout.enforce_eager=false", "said": ""}]} in found["which"]  # fmt: skip
+
+
+def test_the_doctors_first_cause_is_in_the_answer_and_on_the_page(said):
+    value = json.loads(json.dumps(said.value))
+    finding = {"cause": "stale-weights", "likelihood": 0.7, "summary": "one side lags", "next": ["sync again"],
+               "evidence": [f"a {HOSTILE[:20]}"]}  # fmt: skip
+    ratio = {"count": 4, "p01": 0.9, "p50": 1.0, "p99": 1.1, "max": 1.2, "ess_fraction": 0.99, "chi_square": 0.01}
+    value["cases"][0] |= {"findings": [finding], "impact": {
+        "ratio": {"token": ratio, "sequence": ratio}, "clipped": [{"name": "GRPO", "low": 1, "high": 2}],
+    }}  # fmt: skip
+    value["answer"] = answer.of(value)
+    schema.validate("report", value, "report")
+    assert any("stale-weights, one side lags" in group["said"] for group in value["answer"]["which"])
+    shown = Page(page.html(value))
+    assert "one side lags" in shown.said and "GRPO 1 below, 2 above" in shown.said and "sync again" in shown.said
+    assert not shown.unbalanced and not shown.named("img")
+    value["cases"][0]["findings"] = []
+    assert "The doctor found nothing wrong." in Page(page.html(value)).said
+
+
+# -- which attempts
+
+
+def test_a_run_is_read_as_its_plan_says_with_what_is_missing(made, tmp_path):
+    copy = tmp_path / "test"
+    shutil.copytree(made, copy)
+    rows = [attempt.requested() for attempt in run.find(str(copy)).attempts]
+    gone = Attempt(next(path for path in copy.glob("cases/*/a*") if "0.2" not in str(path)))
+    lost = gone.requested()
+    shutil.rmtree(gone.path)
+    (copy / "plan.jsonl").write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
+    found = run.find(str(copy))
+    listed = table.planned([table.read(attempt) for attempt in found.attempts], found.plan)
+    assert [row.requested["request_digest"] for row in listed] == [row["request_digest"] for row in reversed(rows)]
+    assert [row.requested["request_digest"] for row in listed if row.verdict == "missing"] == [lost["request_digest"]]
+    formats.render(content.read(listed, None, False, lambda: None), "html")
+
+
+def test_without_a_plan_the_baseline_comes_first_and_then_knob_by_knob(said):
+    assert [each["name"] for each in said.value["cases"]] == [
+        "baseline", "baseline repeat 1", "batch.size=1", "rollout.dtype=float16", "rollout.enable_prefix_caching=true",
+        "rollout.enforce_eager=false", "training.attention_backend=sdpa",
+    ]  # fmt: skip
+
+
+def test_a_tampered_attempt_is_passed_over_for_an_older_one(tmp_path):
+    old, new = judged(tmp_path, LOGPROBS, LOGPROBS), judged(tmp_path, LOGPROBS, moved(0.1))
+    assert [each.attempt_id for each in run.find(str(tmp_path / "test")).attempts] == [new.attempt_id]
+    rewrite_json(new, "comparison.json", status="PASS")
+    found = run.find(str(tmp_path / "test"))
+    assert [each.attempt_id for each in found.attempts] == [old.attempt_id]
+    assert found.passed_over[0][0].attempt_id == new.attempt_id and "sealed, but" in found.passed_over[0][1]
+
+
+def test_what_is_no_run(tmp_path, made):
+    (tmp_path / "empty").mkdir()
+    for path, status, what in (
+        ("nowhere", Status.MISSING, "no such run"), ("empty", Status.INVALID, "no cases"),
+    ):  # fmt: skip
+        with pytest.raises(XdError, match=what) as caught:
+            run.find(str(tmp_path / path))
+        assert caught.value.status == status
+    assert run.find(str(next(made.glob("cases/*/a*")))).attempts
+    other = judged(tmp_path, LOGPROBS, LOGPROBS, source="bitwise")
+    rows = [table.read(attempt) for attempt in [*run.find(str(made)).attempts, other]]
+    with pytest.raises(XdError, match="of one experiment"):
+        content.read(rows, None, False, lambda: None)
+    with pytest.raises(XdError, match="of nothing"):
+        content.read([], None, False, lambda: None)
+
+
+def test_resume_and_a_report_take_the_same_attempts(made):
+    found = run.find(str(made))
+    run_directory = run.RunDirectory(made.parent, made.name)
+    answered = [resume.outcome(attempt.requested(), run_directory, None).attempt for attempt in found.attempts]
+    assert [each.path for each in answered] == [each.path for each in found.attempts]
+
+
+# -- formats
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_same_evidence_gives_the_same_bytes_wherever_it_lies(made, said, tmp_path, monkeypatch, form):
+    moved_to = tmp_path / "elsewhere" / "test"
+    shutil.copytree(made, moved_to)
+    monkeypatch.chdir(moved_to.parent)
+    data = formats.render(said, form)
+    assert formats.render(report(Path("test"), Words("word")), form) == data
+    assert str(made).encode() not in data
+    other = make(tmp_path / "other")
+    attempt = next(each for each in run.find(str(other)).attempts if each.requested()["repeat"])
+    shutil.rmtree(attempt.path)
+    assert formats.render(report(other, Words("word")), form) != data, "the control"
+
+
+def test_the_value_is_what_its_schema_says(said):
+    assert schema.validate("report", said.value, "report") is said.value
+    assert [each["verdict"] for each in said.value["cases"]] == [
+        "MISMATCH", "MISMATCH", "INVALID_ARTIFACT", "unsupported", "MISMATCH", "MISMATCH", "PASS",
+    ]  # fmt: skip
+    read = case(said, "rollout.enforce_eager=false")
+    comparison_ = next(row for row in said.table.rows if row.changed == "rollout.enforce_eager=false").comparison
+    for name in ("counts", "logprob_difference", "kl", "worst"):
+        assert read[name] == comparison_[name]
+    strip_ = read["strips"][0]
+    assert (strip_["sequence"], strip_["worst"]) == (comparison_["worst"]["sequence"], comparison_["worst"]["position"])
+    assert read["digests"]["score_rollout.safetensors"] == comparison_["inputs"]["score_rollout.safetensors"]
+
+
+def test_knobs_are_shown_from_request_to_engine_with_evidence(said):
+    refused_ = case(said, "rollout.dtype=float16")["knobs"]
+    dtype = next(each for each in refused_ if each["knob"] == "rollout.dtype")
+    assert (dtype["requested"], dtype["materialized"], dtype["actual"]) == ("float16", None, None)
+    assert (dtype["status"], dtype["planned"]) == ("unsupported", "no half precision here")
+    shown = next(each for each in case(said, "baseline")["knobs"] if each["knob"] == "batch.size")
+    assert (shown["requested"], shown["materialized"], shown["actual"], shown["status"]) == (4, 4, 4, "applied")
+
+
+def test_a_page_is_whole_and_needs_nothing_else(said):
+    html = page.html(said.value)
+    found = Page(html)
+    assert found.unbalanced == []
+    ids = [attributes["id"] for _, attributes in found.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    targets = {attributes["href"] for attributes in found.named("a")}
+    assert {target[1:] for target in targets} <= set(ids) and all(target.startswith("#") for target in targets)
+    assert not re.search(r"https?://|//[a-z]|url\(|@import|src=", html.replace("xmlns", ""))
+    (policy,) = [each["content"] for each in found.named("meta") if each.get("http-equiv")]
+    for name in ("script", "style"):
+        digest = base64.b64encode(hashlib.sha256(found.inside[name].encode()).digest()).decode()
+        assert f"{name}-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'")
+    assert not any(name.startswith("on") or name == "style" for _, each in found.elements for name in each)
+
+
+def test_a_page_can_be_used_without_eyes_and_without_colours(said):
+    html = page.html(said.value)
+    found = Page(html)
+    for plot in re.findall(r"<svg[^>]*>.*?</svg>", html, re.S):
+        named = 'role="img"' in plot and "<title>" in plot and "<desc>" in plot
+        assert named or 'aria-hidden="true"' in plot
+    assert len(found.named("table")) == len(found.named("caption"))
+    assert all(each.get("scope") for each in found.named("th"))
+    for each in said.value["cases"]:
+        assert each["verdict"] in found.said
+    chips = re.findall(r'class="chip [^"]*">([^<]*)<', html)
+    assert all(re.fullmatch(r"\S \w+", text) for text in chips) and {text[0] for text in chips} >= {"✓", "≠", "✕", "–"}
+    assert ", a mismatch" in html  # the word, beside the colour of a token
+    assert html.startswith("<!doctype html>\n<html lang=\"en\">")
+
+
+def test_no_effect_is_hidden_by_the_axis(said):
+    """The row of every effect has its numbers as text, and its plot a dot."""
+    html = page.html(said.value)
+    rows = re.findall(r"<tr>(?:(?!</tr>).)*class=\"row\".*?</tr>", html[html.index('id="effects"'):], re.S)
+    assert len([row for row in rows if "<circle" in row]) == sum(len(each["effects"]) for each in said.value["cases"])
+
+
+def hostile(made: Path) -> dict:
+    """A report whose tokens, reasons and evidence are markup and control characters."""
+    text = HOSTILE.encode("utf-8", "backslashreplace").decode()  # what JSON can hold of it
+    value = json.loads(json.dumps(report(made, Words("word")).value))
+    for each in value["cases"]:
+        each["reason"] = text
+        for token in (token for window in each["strips"] for token in window["tokens"]):
+            token["text"] = text
+        for knob in each["knobs"]:
+            knob["planned"] = knob["seen"] = text
+    return value
+
+
+def test_hostile_text_stays_text_on_a_page(made, said):
+    data = page.html(hostile(made))
+    found, clean = Page(data), Page(page.html(said.value))
+    assert "alert(1)" in found.said, "the control: the text is there"
+    assert found.unbalanced == [] and found.named("img") == [] and len(found.named("script")) == 1
+    assert [name for name, _ in found.elements].count("b") == [name for name, _ in clean.elements].count("b")
+    assert not set(CONTROLS) & set(data)
+
+
+def test_hostile_text_stays_text_in_a_comment(made):
+    data = "\n".join(markdown.lines(hostile(made)))
+    assert "alert" in data and "<img" not in data and not set(CONTROLS) & set(data)
+    assert "](" not in data.replace("\\](", "")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_hostile_tokens_are_escaped_where_they_are_decoded(made, tmp_path, form):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {HOSTILE.replace("\udc80", "") + str(token): token for token in range(96)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    row = run.find(str(made)).attempts[0].requested()
+    found, why = vocabulary.find(row, tmp_path)
+    assert why == "" and "</script><img" in found.text(3) and found.text(96) is None and found.text(-1) is None
+    data = formats.render(report(made, found), form).decode()
+    assert not set(CONTROLS) & set(data)
+
+
+def test_tokens_are_decoded_by_the_tokenizer_that_made_them(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{token}": token for token in range(97)}
+    place = tmp_path / "right"
+    place.mkdir()
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(str(place / "tokenizer.json"))
+    files = {"tokenizer.json": canon.digest_file(place / "tokenizer.json")}
+    judged(tmp_path, LOGPROBS, moved(0.1))
+    row = run.find(str(tmp_path / "test")).attempts[0].requested()
+    row["identity"]["tokenizer"]["files"] = files
+    found, _ = vocabulary.find(row, place)
+    tokens = report(tmp_path / "test", found).value["cases"][0]["strips"][0]["tokens"]
+    assert all(token["text"] == f"w{token['id']}" for token in tokens)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.json").write_bytes((place / "tokenizer.json").read_bytes() + b" ")
+    with pytest.raises(XdError, match="not the tokenizer"):
+        vocabulary.find(row, other)
+    with pytest.raises(XdError) as caught:
+        vocabulary.find(row, tmp_path)
+    assert caught.value.status == Status.MISSING
+    for location, why in ((None, "no tokenizer made them"), (str(other), "another tokenizer"), ("gone", "not at hand")):
+        moved_row = {**row, "locations": {**row["locations"], "tokenizer": location}}
+        assert vocabulary.find(moved_row, None)[0] is None and why in vocabulary.find(moved_row, None)[1]
+    (other / "tokenizer.json").write_text("{}")
+    row["identity"]["tokenizer"]["files"] = {}
+    with pytest.raises(XdError, match="no tokenizer that can be read"):
+        vocabulary.find(row, other)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_redacted_no_byte_of_a_token_is_left(made, form):
+    secret = "Geheimnis"
+    open_, closed = (report(made, Words(secret), redact) for redact in (False, True))
+    if form in ("html", "json", "text"):
+        assert secret.encode() in formats.render(open_, form), "the control"
+    data = formats.render(closed, form)
+    assert secret.encode() not in data
+    if form == "html":
+        titles = [each["title"] for each in Page(data.decode()).named("b") if "title" in each]
+        assert titles and not any(" id " in title for title in titles)
+        assert all(title.startswith("position ") for title in titles)  # what is left still says where
+    ids = [token["id"] for each in closed.value["cases"] for window in each["strips"] for token in window["tokens"]]
+    assert set(ids) == {None} and all(each["worst"] is None or each["worst"]["token_id"] is None
+                                      for each in closed.value["cases"])  # fmt: skip
+    assert closed.value["redacted"] and not open_.value["redacted"]
+
+
+def test_text_and_markdown_are_for_people(said):
+    lines = formats.render(said, "text").decode().splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert lines[0].startswith("test (test): contract ws1")
+    assert "INVALID_ARTIFACT" in lines[2]
+    rendered = formats.render(said, "md").decode()
+    assert rendered.startswith("### test: 1 case is INVALID\\_ARTIFACT")
+    rows = [line for line in rendered.splitlines() if line.startswith("| rollout.enforce")]
+    assert rows[0].count("|") == 7 and "≠ MISMATCH" in rows[0]
+
+
+def test_cases_of_other_environments_are_told_apart(tmp_path):
+    judged(tmp_path, LOGPROBS, LOGPROBS)
+    judged(tmp_path, LOGPROBS, LOGPROBS, change=("batch.size", 1), rollout_environment={"python": "3.13.0"})
+    value = report(tmp_path / "test").value
+    found = {each["path"]: each["values"] for each in value["conditions"]["differing"] if each["side"] == "rollout"}
+    assert found["environment.python"] == [
+        {"value": "3.12.1", "cases": ["baseline"]}, {"value": "3.13.0", "cases": ["batch.size=1"]},
+    ]  # fmt: skip
+    assert "Not all cases were scored in the same environment" in " ".join(value["answer"]["sure"])
+    shown = Page(page.html(value)).said
+    assert "environment.python" in shown and "3.13.0" in shown
+    same = report(make(tmp_path / "same")).value
+    assert same["conditions"]["differing"] == []
+
+
+def test_256_cases_of_a_million_tokens_stay_below_ten_megabytes(tmp_path):
+    """A page's size is that of its cases, whose tokens are shown in windows; dev/report_size.py makes them all."""
+    draw = np.random.default_rng(0)
+    rollout = -draw.uniform(0.5, 6, 1 << 13).astype(np.float32)
+    training = rollout + draw.normal(0, 0.1, rollout.size).astype(np.float32)
+    attempt = scored(tmp_path, rollout, training, lengths=(1 << 10,) * 8, dtype="bfloat16")
+    comparison.compare(attempt)
+    row = table.read(attempt)
+    windows = content.WINDOWS_OF_MANY
+    one = content._case(row, windows, Words("internationally "), False)
+    value = report(tmp_path / "test").value
+    knob = {"path": "rollout.enable_prefix_caching", "value": True, "allow_fallback": False}
+    value["cases"] = [{"name": f"rollout.enable_prefix_caching=true {i}", **one, "intervention": [knob],
+                       "effects": [{"side": side, "mean_absolute": {"value": 0.0123456, "low": 0.01, "high": 0.02},
+                                    "max_absolute": 0.1, "bitwise_equal_share": 0.0, "standing": "above"}
+                                   for side in ("rollout", "training")]}
+                      for i in range(256)]  # fmt: skip
+    assert len(one["strips"]) == windows[0] and len(one["strips"][0]["tokens"]) == windows[1]
+    size = len(page.html(value).encode())
+    assert 1e6 < size < 10e6
