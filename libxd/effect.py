@@ -90,7 +90,7 @@ def sequence_sums(attempt: Attempt, against: Attempt, side: str) -> tuple[np.nda
     sums, counts = np.zeros(bounds.size - 1, np.float64), np.zeros(bounds.size - 1, np.int64)
     for where in scores.blocks(ours.tokens, ours, theirs):
         active = np.flatnonzero(ours.active_mask[where] & theirs.active_mask[where])
-        apart = np.abs(_difference(ours.logprobs[where][active], theirs.logprobs[where][active]).astype(np.float64))
+        apart = np.abs(subtract(ours.logprobs[where][active], theirs.logprobs[where][active]).astype(np.float64))
         sequence = np.searchsorted(bounds, where.start + active, side="right") - 1
         sums += np.bincount(sequence, weights=apart, minlength=sums.size)
         counts += np.bincount(sequence, minlength=counts.size)

@@ -20,7 +20,7 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 #: where the command line's own library may be used
 SHELL = ("libxd.cmd", "libxd.console")
 #: what plan, resume, compare and seal reach must work where no torch is
-TORCH_FREE_TOOLS = ("plan", "resume", "compare", "seal")
+TORCH_FREE_TOOLS = ("plan", "resume", "compare", "seal", "report")
 HEAVY = {"torch", "transformers", "vllm", "triton", "xdkernels"}
 #: imported by the tools that read tensors only
 NUMPY_FREE_TOOLS = ("plan", "resume", "seal", "materialize")
@@ -195,7 +195,7 @@ def test_the_rules_can_fail(tmp_path):
     assert imports(bad, when_loaded=True) == {"triton", "torch"}
 
 
-@pytest.mark.parametrize("tool", ["rollout", "plan", "resume", "materialize", "score", "compare", "seal"])
+@pytest.mark.parametrize("tool", ["rollout", "plan", "resume", "materialize", "score", "compare", "seal", "report"])
 def test_no_tool_loads_torch_to_start(tool):
     assert really_loaded(f"libxd.cmd.{tool}") & HEAVY == set()
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -524,3 +527,23 @@ def test_256_cases_of_a_million_tokens_stay_below_ten_megabytes(tmp_path):
     assert len(one["strips"]) == windows[0] and len(one["strips"][0]["tokens"]) == windows[1]
     size = len(page.html(value).encode())
     assert 1e6 < size < 10e6
+
+
+# -- the page of the documents
+
+
+def test_the_commands_of_the_page_run(made, tmp_path, root):
+    """docs/report.md's, as they stand there but for the experiment's name."""
+    commands = re.search(r"<!-- report -->\n```sh\n(.*?)```", (root / "docs" / "report.md").read_text(), re.S)[1]
+    assert commands.count("xd-report") == 6
+    shutil.copytree(made, tmp_path / "runs" / "test")
+    rows = [attempt.requested() for attempt in run.find(str(made)).attempts]
+    (tmp_path / "runs" / "test" / "plan.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    commands = commands.replace("runs/smollm2", "runs/test")
+    tools = {"PATH": f"{root / 'tools'}:{os.environ['PATH']}", "XD_PYTHON": sys.executable}
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", commands], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, **tools})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Which knob\n") == 2
+    for name in ("smollm2.html", "to-share.html", "comment.md", "smollm2.json"):
+        assert (tmp_path / name).stat().st_size > 1000
