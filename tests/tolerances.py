@@ -61,3 +61,5 @@ LIKELY_LOGPROB_RELATIVE = 3e-5
 SAME_LOGITS_NATS = 5e-5
 #: a 135M model in bfloat16 split over ranks against one process, mean over tokens, in nats; known: 0.039
 BFLOAT16_SPLIT_MEAN_NATS = 0.08
+#: central differences of step 1e-6 of a loss of magnitude one in float64: its rounding over the step
+FINITE_DIFFERENCE = 1e-8
