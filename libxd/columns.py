@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from libxd import streams, strictjson
+from libxd import scores, streams, strictjson
 from libxd.errors import Status, XdError, of_exception
 from libxd.tensors import TensorFile
 
@@ -32,6 +32,15 @@ class Layout(NamedTuple):
 
     def span(self, sequence: int) -> slice:
         return slice(int(self.cu_seqlens[sequence]), int(self.cu_seqlens[sequence + 1]))
+
+    def lengths(self) -> np.ndarray:
+        """int64 [B]: active tokens a sequence."""
+        found = np.zeros(self.sequences, np.int64)
+        for which in scores.whole_sequences(self.cu_seqlens):
+            bounds = self.cu_seqlens[which.start : which.stop + 1]
+            places = np.flatnonzero(self.active[bounds[0] : bounds[-1]])
+            found[which] = np.diff(np.searchsorted(places, bounds - bounds[0]))
+        return found
 
 
 @dataclass(frozen=True)

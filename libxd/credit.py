@@ -67,9 +67,7 @@ def of_rewards(
     if column.level != "sequence":
         raise XdError("rewards are a sequence's, one each", code="bad-column", where=where,
                       found=f"{len(column.values)} tokens", expected=layout.sequences)  # fmt: skip
-    lengths = np.add.reduceat(np.append(layout.active, False), layout.cu_seqlens[:-1], dtype=np.int64)
-    lengths[np.diff(layout.cu_seqlens) == 0] = 0  # reduceat gives an empty one its neighbour's first
-    values = column.values
+    lengths, values = layout.lengths(), column.values
     if overlong is not None:
         try:
             values = values + rewards.soft_overlong(lengths, *overlong)

@@ -167,25 +167,20 @@ def _select(pair: Pair, levels: dict[str, RatioTally]) -> None:
 
 def _blocks(pair: Pair, check: bool) -> Iterator[Block]:
     """Whole sequences, up to `scores.BLOCK` tokens of them at a time; one that is longer by itself."""
-    bounds = pair.cu_seqlens
     if check:
-        _require_same(pair, "cu_seqlens", 0, len(bounds))
-    first = 0
-    while first < len(bounds) - 1:
-        last = int(np.searchsorted(bounds, bounds[first] + scores.BLOCK, side="right")) - 1
-        last = max(last, first + 1)
-        begin, end = int(bounds[first]), int(bounds[last])
+        _require_same(pair, "cu_seqlens", 0, len(pair.cu_seqlens))
+    for sequences in scores.whole_sequences(pair.cu_seqlens):
         if check:
+            begin, end = (int(pair.cu_seqlens[at]) for at in (sequences.start, sequences.stop))
             _require_same(pair, "token_ids", begin, end)
             _require_same(pair, "active_mask", begin, end)
-        yield _block(pair, first, last, check)
+        yield _block(pair, sequences, check)
         for file in (pair.rollout, pair.training):
             file.release()
-        first = last
 
 
-def _block(pair: Pair, first: int, last: int, check: bool) -> Block:
-    bounds = pair.cu_seqlens[first : last + 1]
+def _block(pair: Pair, which: slice, check: bool) -> Block:
+    bounds = pair.cu_seqlens[which.start : which.stop + 1]
     places = bounds[0] + np.flatnonzero(pair.rollout.active_mask[bounds[0] : bounds[-1]])
     sides = {}
     for side in ("rollout", "training"):
@@ -197,7 +192,7 @@ def _block(pair: Pair, first: int, last: int, check: bool) -> Block:
                           found=f"sequence {sequence}, position {position}: {sides[side][bad[0]]}")  # fmt: skip
     of_sequence = segments.by_sequence(places, bounds)
     d = ratios.log_ratios(sides["training"], sides["rollout"])
-    return Block(first, places, sides["training"], d, of_sequence, segments.by_turn(places, of_sequence))
+    return Block(which.start, places, sides["training"], d, of_sequence, segments.by_turn(places, of_sequence))
 
 
 def _require_same(pair: Pair, name: str, begin: int, end: int) -> None:

@@ -66,7 +66,7 @@ def _credit(found: dict[str, Any]) -> str:
         said += f", made of rewards by {credit['estimator']}"
         if credit["groups"] is not None:
             said += f" over {credit['groups']} groups ({credit['constant_groups']} of equal rewards)"
-    return f"{said}: of {tokens['positive']} tokens above 0, of {tokens['negative']} below, of {tokens['zero']} 0."
+    return f"{said}; tokens: {tokens['positive']} above 0, {tokens['negative']} below, {tokens['zero']} at 0."
 
 
 def _correction(each: dict[str, Any], credited: bool) -> tuple[str, ...]:

@@ -1,12 +1,13 @@
-"""The functions of libxd.functional against sums over whole distributions, loops as the papers have them, and by hand."""
+"""The functions of libxd.functional against sums over distributions, loops as the papers have them, and by hand."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import pytest
-from tolerances import POLICY_FLOAT64
+from tolerances import FUNCTIONAL_RELATIVE, NEAR_POLICIES_RELATIVE, POLICY_FLOAT64, WHITENED_RELATIVE
 
 from libxd.functional import advantages, corrections, gae, kl, ratios, rewards, segments
 from libxd.functional.segments import Segments
@@ -36,14 +37,14 @@ def test_the_expectation_of_k1_and_k3_is_the_divergence_of_their_name(estimator)
     }
     found = {name: float(rollout @ terms[estimator](d)) for name, terms in kl.ESTIMATORS.items()}
     assert found == pytest.approx(wanted, **CLOSE)
-    assert wanted["rollout_training"] != pytest.approx(wanted["training_rollout"], rel=1e-2)  # directions are told apart
-    assert rollout @ kl.k1_rollout_training(-d) != pytest.approx(wanted["rollout_training"], rel=1e-2)  # and signs
+    assert wanted["rollout_training"] != pytest.approx(wanted["training_rollout"], rel=NEAR_POLICIES_RELATIVE)
+    assert rollout @ kl.k1_rollout_training(-d) < 0 < wanted["rollout_training"]  # and signs
 
 
 def test_the_three_estimators_agree_for_near_policies_and_k3_is_no_less_than_0():
     d = np.random.default_rng(1).normal(size=4000) * 1e-3
     for terms in kl.ESTIMATORS.values():
-        assert terms["k3"](d).mean() == pytest.approx(terms["k2"](d).mean(), rel=1e-2)
+        assert terms["k3"](d).mean() == pytest.approx(terms["k2"](d).mean(), rel=NEAR_POLICIES_RELATIVE)
         assert (terms["k3"](np.concatenate((d, -d, [0.0, 1e-17, -3e-16]))) >= 0).all()
     assert kl.k2_rollout_training(np.array([2.0])) == 2.0
     assert kl.k2_training_rollout(np.array([2.0])) == pytest.approx(2 * math.exp(2), **CLOSE)
@@ -55,12 +56,12 @@ def test_chi_square_is_its_definition_in_expectation():
     of_sample = counts / counts.sum()
     d = np.log(training) - np.log(of_sample)
     wanted = float((training**2 / of_sample).sum() - 1)
-    assert ratios.chi_square(np.repeat(d, counts)) == pytest.approx(wanted, rel=1e-9)
+    assert ratios.chi_square(np.repeat(d, counts)) == pytest.approx(wanted, rel=FUNCTIONAL_RELATIVE)
     weights = np.exp(np.repeat(d, counts))
     assert ratios.ess_fraction(np.repeat(d, counts)) == pytest.approx(
-        weights.sum() ** 2 / (len(weights) * (weights**2).sum()), rel=1e-9
+        weights.sum() ** 2 / (len(weights) * (weights**2).sum()), rel=FUNCTIONAL_RELATIVE
     )
-    assert ratios.ess_fraction(np.repeat(d, counts)) == pytest.approx(1 / (1 + wanted), rel=1e-9)
+    assert ratios.ess_fraction(np.repeat(d, counts)) == pytest.approx(1 / (1 + wanted), rel=FUNCTIONAL_RELATIVE)
 
 
 def test_moments_come_block_by_block_and_do_not_overflow():
@@ -70,8 +71,8 @@ def test_moments_come_block_by_block_and_do_not_overflow():
     for part in np.array_split(np.sort(d), 7):  # the largest last: every block rescales
         parts.add(part)
     for name in ("count", "mean", "ess_fraction", "chi_square"):
-        assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12)
-    assert whole.mean == pytest.approx(np.exp(d).mean(), rel=1e-12)
+        assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=FUNCTIONAL_RELATIVE)
+    assert whole.mean == pytest.approx(np.exp(d).mean(), rel=FUNCTIONAL_RELATIVE)
     assert ratios.ess_fraction(np.array([800.0, 800.0, -math.inf, -math.inf])) == 0.5
     assert ratios.chi_square(np.array([800.0])) is None
     assert ratios.ess_fraction(np.array([-math.inf])) is None
@@ -114,7 +115,9 @@ def test_advantages_of_groups_by_the_formulas():
         others = np.delete(REWARDS, sequence)[np.delete(GROUPS.index, sequence) == group]
         centred = REWARDS[sequence] - members.mean()
         assert found["dr_grpo"][sequence] == pytest.approx(centred, **CLOSE)
-        assert found["grpo"][sequence] == pytest.approx(centred / (members.std(ddof=1) + 1e-6), rel=1e-9, abs=1e-12)
+        assert found["grpo"][sequence] == pytest.approx(
+            centred / (members.std(ddof=1) + 1e-6), rel=FUNCTIONAL_RELATIVE, abs=FUNCTIONAL_RELATIVE
+        )
         assert found["rloo"][sequence] == pytest.approx(REWARDS[sequence] - others.mean(), **CLOSE)
     assert all((values[5:] == 0).all() for values in found.values())  # equal rewards: exactly 0
     assert not np.allclose(found["rloo"][:5], found["dr_grpo"][:5])
@@ -124,9 +127,9 @@ def test_reinforce_plus_plus_whitens_over_the_tokens_of_the_batch():
     lengths = np.array([3, 1, 0, 2, 5, 1, 4])
     found = advantages.reinforce_plus_plus(REWARDS, lengths)
     tokens = np.repeat(found, lengths)
-    assert tokens.mean() == pytest.approx(0, abs=1e-12)
-    assert tokens.var(ddof=1) == pytest.approx(1, rel=1e-6)
-    assert found.mean() != pytest.approx(0, abs=1e-2)  # not over the sequences
+    assert tokens.mean() == pytest.approx(0, abs=FUNCTIONAL_RELATIVE)
+    assert tokens.var(ddof=1) == pytest.approx(1, rel=WHITENED_RELATIVE)
+    assert found.mean() != pytest.approx(0, abs=NEAR_POLICIES_RELATIVE)  # not over the sequences
     based = advantages.reinforce_plus_plus_baseline(REWARDS, GROUPS, lengths)
     assert based == pytest.approx(advantages.reinforce_plus_plus(advantages.dr_grpo(REWARDS, GROUPS), lengths), **CLOSE)
     assert based[5] == based[6]
@@ -159,7 +162,7 @@ def test_gae_is_the_sum_of_discounted_deltas(gamma, lam):
     bounds = np.array([0, 4, 4, 5, 11])
     given, values = generator.normal(size=(2, 11))
     found, returns = gae.gae(given, values, bounds, gamma, lam)
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, end in itertools.pairwise(bounds):
         behind = np.append(values[begin:end], 0.0)
         delta = given[begin:end] + gamma * behind[1:] - behind[:-1]
         for t in range(end - begin):
@@ -167,7 +170,7 @@ def test_gae_is_the_sum_of_discounted_deltas(gamma, lam):
             assert found[begin + t] == pytest.approx(wanted, **CLOSE)
     assert returns == pytest.approx(found + values, **CLOSE)
     if (gamma, lam) == (1.0, 1.0):  # the reward to go
-        assert returns[5:11] == pytest.approx(np.cumsum(given[5:11][::-1])[::-1], rel=1e-12)
+        assert returns[5:11] == pytest.approx(np.cumsum(given[5:11][::-1])[::-1], rel=FUNCTIONAL_RELATIVE)
     with pytest.raises(ValueError, match="for 12 tokens"):
         gae.gae(given, values, np.array([0, 12]))
 

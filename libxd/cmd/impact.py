@@ -42,10 +42,11 @@ _ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus
 )  # fmt: skip
 @click.option(
     "--group", metavar="COLUMN",
-    help="The column of the rewards that says the group; else samples of one prompt of the frozen tokens are one.",
+    help="The column (of safetensors: the tensor) of the rewards that says the group, instead of the prompts.",
 )  # fmt: skip
 @click.option(
-    "--sequences", type=PATH, metavar="FILE", help="The frozen tokens, where an attempt does not say, or not rightly."
+    "--sequences", type=PATH, metavar="FILE",
+    help="The frozen tokens, whose prompts are the groups; else those that the attempt names.",
 )
 @click.option(
     "--overlong", type=int, nargs=2, metavar="MAX CACHE",

@@ -13,8 +13,8 @@ between the two sides appears in no term. A correction multiplies each term by a
 | geometric_reject  | geometric mean | 1 within low and high, else 0 | 0.999, 1.001 | verl `rollout_rs: seq_mean_k1`   |
 
 [1] TIS: F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025, with a cap C.
-[2] IcePop: arXiv:2510.18855 (Ring-1T), with bounds alpha and beta. Defaults as verl 0.9.1 (`RolloutCorrectionConfig`) and TRL 1.16
-(`GRPOConfig`) have them. Tokens that are left out stay in the averages here, as they do there: nothing is divided anew.
+[2] IcePop: arXiv:2510.18855 (Ring-1T), with bounds alpha and beta. Defaults as verl 0.9.1 (`RolloutCorrectionConfig`)
+and TRL 1.16 (`GRPOConfig`) have them. What is left out stays in the averages: nothing is divided anew.
 """
 
 from __future__ import annotations
