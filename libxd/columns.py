@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import math
 import os
@@ -53,6 +54,10 @@ class Column:
     groups: list[Any] | None = None
 
 
+class _Cell(str):
+    """A cell of a CSV file: a number there is text, which in JSON it must not be."""
+
+
 @dataclass
 class _Rows:
     """The rows of a text file: where each stands, its sequence and position (-1: not said), value and group."""
@@ -101,7 +106,7 @@ def _of_rows(path: Path, name: str, layout: Layout, group: str | None) -> Column
     try:
         with open(path, "rb") as file:
             lines = streams.rows(str(path), file, strictjson.MAX_BYTES)
-            for where, row in _json_rows(lines) if path.suffix == ".jsonl" else _csv_rows(lines, str(path)):
+            for where, row in _json_rows(lines) if path.suffix == ".jsonl" else _csv_rows(lines):
                 _take(rows, where, row, name, group)
     except OSError as error:
         raise of_exception(error, str(path)) from error
@@ -126,21 +131,28 @@ def _json_rows(lines: Iterator[tuple[str, bytes]]) -> Iterator[tuple[str, dict[s
         yield where, row
 
 
-def _csv_rows(lines: Iterator[tuple[str, bytes]], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    head: list[str] | None = None
-    for where, line in lines:
-        try:
-            cells = next(csv.reader([line.decode("utf-8-sig" if head is None else "utf-8")], strict=True))
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise _bad(where, f"is no row of a CSV file in UTF-8: {error}") from error
-        if head is None:
-            head = [cell.strip() for cell in cells]
-            if len(set(head)) != len(head):
-                raise _bad(where, "two columns have one name", found=head)
-            continue
-        if len(cells) != len(head):
-            raise _bad(where, "has another number of cells than the head", found=len(cells), expected=len(head))
-        yield where, dict(zip(head, cells, strict=True))
+def _csv_rows(lines: Iterator[tuple[str, bytes]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows below the head, each with the place of its last line; a quoted cell may go over several."""
+    where, head = "", None
+
+    def texts() -> Iterator[str]:
+        nonlocal where
+        for place, line in lines:
+            where = place
+            yield line.decode() + "\n"
+
+    try:
+        for cells in csv.reader(texts(), strict=True):
+            if head is None:
+                head = [cell.strip().lstrip("\ufeff") for cell in cells]
+                if len(set(head)) != len(head):
+                    raise _bad(where, "two columns have one name", found=head)
+            elif len(cells) != len(head):
+                raise _bad(where, "has another number of cells than the head", found=len(cells), expected=len(head))
+            else:
+                yield where, {name: _Cell(cell) for name, cell in zip(head, cells, strict=True)}
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise _bad(where, f"is no row of a CSV file in UTF-8: {error}") from error
 
 
 def _take(rows: _Rows, where: str, row: dict[str, Any], name: str, group: str | None) -> None:
@@ -166,10 +178,12 @@ def _named(names: Any, name: str, where: str) -> str:
 
 
 def _number(value: Any, where: str, name: str) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) or value is None else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
+    number = math.nan
+    if isinstance(value, _Cell) and "_" not in value:  # which Python would take for a digit's neighbour
+        with contextlib.suppress(ValueError):
+            number = float(value)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value)
     if not math.isfinite(number):
         raise _bad(where, "is no finite number", path=f"/{name}", found=value)
     return number
@@ -179,7 +193,7 @@ def _index(row: dict[str, Any], name: str, where: str) -> int:
     """A whole number from 0; -1 where the row says none."""
     if (value := row.get(name)) is None:
         return -1
-    if isinstance(value, str) and value.isdecimal():
+    if isinstance(value, _Cell) and value.isdecimal():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise _bad(where, f"a {name} is a whole number from 0", path=f"/{name}", found=value)

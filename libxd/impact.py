@@ -129,11 +129,11 @@ def of_pair(pair: Pair, credit: Credit | None = None, settings: Settings = DEFAU
 
 
 def model_state(pair: Pair) -> str | None:
-    """Which state of the parameters was scored: an attempt's identity says it, else both files' observation; None where
-    nobody knows."""
-    if pair.attempt is not None:
-        return pair.attempt.identity()["model_state"]
+    """Which state of the parameters was scored: an attempt's identity says which it must be, and both files which it
+    was; None unless all that there are agree."""
     found = {file.metadata["observed"]["model_state"] for file in (pair.rollout, pair.training)}
+    if pair.attempt is not None:
+        found.add(pair.attempt.identity()["model_state"])
     return found.pop() if len(found) == 1 else None
 
 

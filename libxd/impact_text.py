@@ -17,7 +17,7 @@ _LEVELS = {
 }
 _STATES = {
     "pre_update": "Pre-update, lr = 0: no update lies between the sides, so all of this is the engines' difference.",
-    None: "The state of the weights is unknown: an update between the two sides may be a part of this.",
+    None: "Nobody saw the same weights on both sides: an update, or another checkpoint, may be a part of this.",
 }
 _APART = ("min", "p01", "p50", "p99", "max", "mean")  # of a ratio, as its distance from 1
 _CREDIT = ("clipped -", "clipped +", "> 10 %", "to zero", "change", "cosine")

@@ -34,6 +34,7 @@ def test_a_number_a_sequence_in_every_form(tmp_path):
         jsonl(tmp_path / "a.jsonl", *({"advantage": value, "other": None} for value in GIVEN)),
         jsonl(tmp_path / "b.jsonl", *({"sequence": i, "advantages": GIVEN[i]} for i in (2, 0, 1))),
         text(tmp_path / "a.csv", "advantage, note", *(f'{value},"a, b"' for value in GIVEN)),
+        text(tmp_path / "c.csv", "note,advantage", *(f'"two\n\nlines, of {i}",{GIVEN[i]}' for i in range(3))),
         text(tmp_path / "b.csv", "\ufeffsequence,advantage", *(f"{i},{GIVEN[i]}" for i in (1, 2, 0))),
     )
     for path in files:
@@ -85,6 +86,10 @@ WRONG = [
     ("a.jsonl", [ROW, '{"advantage": NaN}', ROW], "a.jsonl:2", "NaN is not JSON"),
     ("a.jsonl", [ROW, {"advantage": None}, ROW], "a.jsonl:2", "no finite number"),
     ("a.jsonl", [ROW, {"advantage": True}, ROW], "a.jsonl:2", "no finite number"),
+    ("a.jsonl", [ROW, {"advantage": "1"}, ROW], "a.jsonl:2", "no finite number"),
+    ("a.jsonl", [ROW, {"advantage": {}}, ROW], "a.jsonl:2", "no finite number"),
+    ("a.jsonl", [{**ROW, "sequence": "0"}], "a.jsonl:1", "a sequence is a whole number"),
+    ("a.csv", ["advantage", 1, "1_0", 2], "a.csv:3", "no finite number"),
     ("a.csv", ["advantage", 1, "nan", 2], "a.csv:3", "no finite number"),
     ("a.csv", ["advantage", 1, "inf", 2], "a.csv:3", "no finite number"),
     ("a.csv", ["advantage", 1, "x", 2], "a.csv:3", "no finite number"),

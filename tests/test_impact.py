@@ -333,16 +333,16 @@ def test_no_active_token_is_no_update(tmp_path):
         impact.of_pair(made)
 
 
-def test_the_state_of_the_weights_is_the_identitys_or_both_files(tmp_path, pair):
+def test_the_state_of_the_weights_is_what_the_identity_and_both_files_say(pair):
     assert figures(pair)["model_state"] == "pre_update"
+    assert "lr = 0" in "\n".join(impact_text.lines(impact.of_pair(pair)))
     paths = [score_path(pair.attempt, side) for side in SIDES]
     assert impact.model_state(pairs.of_files(paths)) == "pre_update"
     observed = {**pair.training.metadata["observed"], "model_state": None}
     rewrite_score(pair.attempt, "training", metadata={"observed": observed})
-    alone = pairs.of_files(paths)
-    assert impact.model_state(alone) is None
-    assert "unknown" in "\n".join(impact_text.lines(impact.of_pair(alone)))
-    assert "lr = 0" in "\n".join(impact_text.lines(impact.of_pair(pair)))
+    for again in (pairs.of_files(paths), pairs.of_attempt(pair.attempt)):
+        assert impact.model_state(again) is None
+        assert "Nobody saw" in "\n".join(impact_text.lines(impact.of_pair(again)))
 
 
 # -- settings
