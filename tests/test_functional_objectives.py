@@ -6,15 +6,16 @@ import math
 
 import numpy as np
 import pytest
-from tolerances import FINITE_DIFFERENCE, POLICY_FLOAT64
+from tolerances import FINITE_DIFFERENCE, NEAR_POLICIES_RELATIVE, POLICY_FLOAT64
 
-from libxd.functional import objectives, ratios
+from libxd.functional import kl, objectives, ratios
 from libxd.functional.segments import Segments
 
 torch = pytest.importorskip("torch")
 
 from policy_fixtures import SETTINGS, N, make_batch  # noqa: E402
 from xdkernels import objectives as kernel_objectives  # noqa: E402
+from xdkernels.policy_metrics import policy_metrics  # noqa: E402
 from xdkernels.segments import Segments as KernelSegments  # noqa: E402
 
 BY_NAME = {each.name: each for each in objectives.OBJECTIVES}
@@ -132,3 +133,16 @@ def test_what_an_objective_cannot_be_told():
     assert BY_NAME["cispo"].with_epsilons(None, 3.0).bounds == (-math.inf, 4.0)
     with pytest.raises(ValueError, match="dr_grpo needs a denominator"):
         objectives.weights(BY_NAME["dr_grpo"], Segments(np.zeros(1, np.int64), 1))
+
+
+def test_kl_and_effective_sample_size_are_those_of_the_kernels_metrics(batch):
+    made, logprobs, rows = batch
+    old = made.old_logprobs[rows]
+    none = torch.zeros(len(rows), dtype=torch.bool)
+    wanted = policy_metrics(logprobs, old, logprobs - old, none, none)
+    d = ratios.log_ratios(logprobs.numpy(), old.numpy())
+    found = {name: term(d).mean() for name, term in kl.ESTIMATORS["rollout_training"].items()}
+    assert found == pytest.approx({name: wanted[f"kl_old_new_{name}"].item() for name in found}, abs=POLICY_FLOAT64)
+    assert ratios.ess_fraction(d) == pytest.approx(wanted["ess_fraction"].item(), abs=POLICY_FLOAT64)
+    assert ratios.ess_fraction(2 * d) != pytest.approx(wanted["ess_fraction"].item(), rel=NEAR_POLICIES_RELATIVE)
+    assert kl.k3_training_rollout(d).mean() != pytest.approx(found["k3"], rel=NEAR_POLICIES_RELATIVE)
