@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from libxd.rundir import Attempt
 
 if TYPE_CHECKING:
     from libxd.credit import Credit
+    from libxd.impact_settings import Settings
     from libxd.pairs import Pair
 
 EXAMPLES = """
@@ -73,15 +75,15 @@ def cli(console: Console, paths: tuple[str, ...], as_json: bool, **options: Any)
     masks or rejects; and, by advantages or rewards, what each objective clips, on which side, how many coefficients
     change or vanish, and the norm of their change. Nothing is written.
     """
-    from libxd import canon, impact, impact_text, pairs, schema
+    from libxd import canon, impact, impact_text, schema
 
     _refuse_contradictions(options)
     settings = _settings(options)
     first = True
-    for where, opened in _pairs(console, paths, pairs):
+    for where, opened in _pairs(console, paths):
         with console.guard(where):
             pair = opened()
-            found = impact.of_pair(pair, _credit(pair, options), _with_reference(settings, pair, options["reference"]))
+            found = impact.of_pair(pair, _credit(pair, options), _for(settings, pair, options["reference"]))
             if as_json:
                 console.emit(canon.dumps(schema.validate("impact", found.as_json(), where)))
                 continue
@@ -91,8 +93,10 @@ def cli(console: Console, paths: tuple[str, ...], as_json: bool, **options: Any)
             first = False
 
 
-def _pairs(console: Console, paths: tuple[str, ...], pairs: Any) -> Any:
+def _pairs(console: Console, paths: tuple[str, ...]) -> Iterator[tuple[str, Callable[[], Pair]]]:
     """(name, how to open it) of each pair: two files are one, everything else is an attempt each."""
+    from libxd import pairs
+
     if any(os.path.isfile(path) for path in paths):
         yield " ".join(paths), lambda: pairs.of_files(paths)
         return
@@ -114,7 +118,7 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
         raise click.UsageError("--beta and --reference belong together")
 
 
-def _settings(options: dict[str, Any]) -> Any:
+def _settings(options: dict[str, Any]) -> Settings:
     from libxd import impact_settings
 
     return impact_settings.Settings(
@@ -140,7 +144,8 @@ def _credit(pair: Pair, options: dict[str, Any]) -> Credit | None:
     )  # fmt: skip
 
 
-def _with_reference(settings: Any, pair: Pair, path: Path | None) -> Any:
+def _for(settings: Settings, pair: Pair, path: Path | None) -> Settings:
+    """The settings with the reference of this pair."""
     from libxd import impact_settings
 
     return settings if path is None else impact_settings.with_reference(settings, pair, path)
