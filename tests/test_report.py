@@ -18,7 +18,7 @@ import pytest
 from comparison_fixtures import rewrite_json, scored
 from report_fixtures import ACTIVE, HOSTILE, LENGTHS, LOGPROBS, TOKENS, Page, Words, judged, make, moved, report
 
-from libxd import bootstrap, canon, comparison, effect, pairs, resume, schema, scores, table
+from libxd import bootstrap, canon, comparison, effect, impact, pairs, resume, schema, scores, table
 from libxd.difference import Difference
 from libxd.errors import Status, XdError
 from libxd.report import answer, content, formats, markdown, page, run, strip, survey, vocabulary
@@ -341,6 +341,11 @@ def test_the_value_is_what_its_schema_says(said):
         assert read[name] == comparison_[name]
     strip_ = read["strips"][0]
     assert (strip_["sequence"], strip_["worst"]) == (comparison_["worst"]["sequence"], comparison_["worst"]["position"])
+    attempt = next(row.attempt for row in said.table.rows if row.changed == "rollout.enforce_eager=false")
+    figures = impact.of_pair(pairs.of_attempt(attempt)).figures
+    assert read["impact"]["ratio"]["token"].items() <= figures["ratio"]["token"].items()
+    assert read["impact"]["clipped"][0] == {"name": figures["objectives"][0]["name"], **figures["objectives"][0]["outside"]}
+    assert "impact" not in case(said, "batch.size=1") and "impact" not in case(said, "rollout.dtype=float16")
     assert read["digests"]["score_rollout.safetensors"] == comparison_["inputs"]["score_rollout.safetensors"]
 
 

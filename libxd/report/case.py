@@ -82,14 +82,14 @@ def _figures(case: dict[str, Any]) -> str:
     share = 100 * counts["bitwise_equal"] / counts["active"] if counts["active"] else 0.0
     pairs = [(name, number(difference[key])) for name, key in _FIGURES]
     pairs.append(("bitwise equal", f"{share:.3g} %"))
-    pairs += [(f"{name} of rollout‖training", number(kl[name])) for name in ("k1", "k2", "k3")]
+    pairs += [(f"KL {name}", number(kl[name])) for name in ("k1", "k2", "k3")]
     pairs += [(f"grid of {side}", text(grid[side] or "–")) for side in ("rollout", "training")]
     pairs += [
-        (name, f"sequence {place['sequence']}, position {place['position']}")
+        (name, f"token {place['position']} of sequence {place['sequence']}")
         for name, place in (("first mismatch", case["first_mismatch"]), ("worst token", case["worst"]))
         if place
     ]
-    return f'<h4>Figures, in nats</h4>{figures(pairs)}'
+    return f"<h4>Figures, in nats; KL of rollout to training</h4>{figures(pairs)}"
 
 
 def _strips(case: dict[str, Any], threshold: float) -> str:

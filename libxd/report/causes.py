@@ -9,6 +9,8 @@ from libxd.report.words import table, text
 
 _RATIOS = (("p01", "1 %"), ("p50", "median"), ("p99", "99 %"), ("max", "max"))
 
+_LEVELS = {"token": "token", "sequence": "sequence (geometric mean)"}
+
 
 def findings(found: list[dict[str, Any]]) -> str:
     """Candidate causes, most likely first: the cause, its evidence, what to try next."""
@@ -30,7 +32,7 @@ def impact(found: dict[str, Any]) -> str:
     head = [("training / rollout", ""), ("Count", "n"), *((said, "n") for _, said in _RATIOS), ("ESS", "n"),
             ("Chi-square", "n")]  # fmt: skip
     rows = (
-        f'<tr><th scope="row">{level}</th><td class="n">{ratio["count"]}</td>'
+        f'<tr><th scope="row">{_LEVELS[level]}</th><td class="n">{ratio["count"]}</td>'
         + "".join(f'<td class="n">{number(ratio[name])}</td>' for name, _ in _RATIOS)
         + "".join(f'<td class="n">{number(ratio[name])}</td>' for name in ("ess_fraction", "chi_square"))
         + "</tr>"

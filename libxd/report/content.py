@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from libxd import bootstrap, canon, effect, pairs, table
+from libxd import bootstrap, canon, effect, impact, pairs, table
 from libxd.bootstrap import Interval
 from libxd.difference import Difference
 from libxd.errors import XdError
+from libxd.pairs import Pair
 from libxd.plain import plain, shortened
 from libxd.report import answer, conditions, strip
 from libxd.report.survey import Survey
@@ -28,6 +29,7 @@ SCHEMA_VERSION = "xd.report.v1"
 #: windows of tokens a case, and tokens a window: fewer of many cases, which keeps a page of 256 under ten megabytes
 _MANY = 64
 WINDOWS_OF_FEW, WINDOWS_OF_MANY = (4, 60), (2, 48)
+_RATIO = ("count", "p01", "p50", "p99", "max", "ess_fraction", "chi_square")
 _MOST_EVIDENCE = 240
 _MOST_VIOLATIONS = 32
 
@@ -182,7 +184,20 @@ def _survey(
         "distribution": survey.distribution(),
         "positions": survey.positions(),
         "strips": strip.strips(difference, survey.worst(most), width, vocabulary, redact),
+        **_impact(pair),
     }
+
+
+def _impact(pair: Pair) -> dict[str, Any]:
+    """What the difference does to an update, as far as the scores alone say it; {} where no ratio can be formed."""
+    try:
+        found = impact.of_pair(pair).figures
+    except XdError:  # other tokens, nothing active, a logprob that is not finite: the verdict says so
+        return {}
+    return {"impact": {
+        "ratio": {level: {name: found["ratio"][level][name] for name in _RATIO} for level in ("token", "sequence")},
+        "clipped": [{"name": each["name"], **each["outside"]} for each in found["objectives"]],
+    }}  # fmt: skip
 
 
 def _knobs(row: Row) -> list[dict[str, Any]]:
