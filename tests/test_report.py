@@ -174,8 +174,10 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say():
 
 def test_the_answer_names_what_repairs_and_what_moves(said):
     found = said.value["answer"]
-    assert found["state"] == "invalid" and "1 case is INVALID_ARTIFACT" in found["what"]
-    assert "Of the other 5, 4 differ beyond 1e-05 nats" in found["what"]
+    assert (found["state"], found["what"]) == (
+        "bad", "4 of 5 judged cases differ beyond 1e-05 nats, the baseline among them; in the baseline 24 of 24 tokens "
+        "(100 %), 0.00706 nats on average. 1 case is INVALID_ARTIFACT: no number of it counts.",
+    )  # fmt: skip
     groups = {group["said"]: [each["case"] for each in group["cases"]] for group in found["which"]}
     assert groups["The difference is gone with:"] == ["training.attention_backend=sdpa"]
     assert groups["Moves its side most, in nats a token, above the noise floor:"] == [
@@ -193,7 +195,7 @@ def test_the_answer_where_a_change_breaks_an_aligned_baseline(tmp_path):
     judged(tmp_path, LOGPROBS, LOGPROBS)
     judged(tmp_path, moved(0.1), LOGPROBS, change=("rollout.enforce_eager", False))
     found = report(tmp_path / "test").value["answer"]
-    assert found["what"] == "1 of 2 judged cases differ beyond 1e-05 nats, the baseline does not."
+    assert found["what"] == "1 of 2 judged cases differs beyond 1e-05 nats, the baseline does not."
     assert found["which"][0] == {
         "said": "The difference comes with:", "more": 0, "cases": [{"case": "rollout.enforce_eager=false", "said": ""}],
     }  # fmt: skip
@@ -226,6 +228,24 @@ def test_the_answer_where_all_is_well_and_where_nothing_was_judged(tmp_path):
     assert (found["state"], found["what"]) == ("nothing", "Nothing can be said: no token is active.")
     judged(tmp_path / "open", LOGPROBS, LOGPROBS, sealed=False)
     assert "Not sealed, so not final: baseline." in report(tmp_path / "open" / "test").value["answer"]["sure"]
+
+
+def test_the_answer_where_what_was_scored_is_not_the_same(tmp_path):
+    """An invalid case beside sound ones is no all-clear, and one at the baseline leaves nothing to compare with."""
+    spoilt = np.where(np.arange(TOKENS) == 3, np.inf, LOGPROBS).astype(np.float32)
+    judged(tmp_path / "one", LOGPROBS, LOGPROBS)
+    judged(tmp_path / "one", LOGPROBS, spoilt, change=("batch.size", 1))
+    found = report(tmp_path / "one" / "test").value["answer"]
+    assert found["state"] == "invalid"
+    assert found["what"].startswith("1 case is INVALID_ARTIFACT: no number of it counts. The one judged case agrees")
+    judged(tmp_path / "base", LOGPROBS, spoilt)
+    judged(tmp_path / "base", LOGPROBS, moved(0.1), change=("batch.size", 1))
+    found = report(tmp_path / "base" / "test").value["answer"]
+    assert found["state"] == "invalid"
+    assert found["which"] == [
+        {"said": "No changed knob could be set beside the baseline; the notes of the table say why.", "cases": [],
+         "more": 0}
+    ]  # fmt: skip
 
 
 def test_an_effect_within_the_floor_is_said_to_be_so(tmp_path):
@@ -344,7 +364,8 @@ def test_the_value_is_what_its_schema_says(said):
     attempt = next(row.attempt for row in said.table.rows if row.changed == "rollout.enforce_eager=false")
     figures = impact.of_pair(pairs.of_attempt(attempt)).figures
     assert read["impact"]["ratio"]["token"].items() <= figures["ratio"]["token"].items()
-    assert read["impact"]["clipped"][0] == {"name": figures["objectives"][0]["name"], **figures["objectives"][0]["outside"]}
+    first = figures["objectives"][0]
+    assert read["impact"]["clipped"][0] == {"name": first["name"], **first["outside"]}
     assert "impact" not in case(said, "batch.size=1") and "impact" not in case(said, "rollout.dtype=float16")
     assert read["digests"]["score_rollout.safetensors"] == comparison_["inputs"]["score_rollout.safetensors"]
 
@@ -490,9 +511,9 @@ def test_text_and_markdown_are_for_people(said):
     lines = formats.render(said, "text").decode().splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert lines[0].startswith("test (test): contract ws1")
-    assert "INVALID_ARTIFACT" in lines[2]
+    assert lines[2].startswith("4 of 5 judged cases differ")
     rendered = formats.render(said, "md").decode()
-    assert rendered.startswith("### test: 1 case is INVALID\\_ARTIFACT")
+    assert rendered.startswith("### test: 4 of 5 judged cases differ") and "INVALID\\_ARTIFACT" in rendered
     rows = [line for line in rendered.splitlines() if line.startswith("| rollout.enforce")]
     assert rows[0].count("|") == 7 and "≠ MISMATCH" in rows[0]
 

@@ -47,38 +47,39 @@ def _what(value: dict[str, Any], cases: list[Case]) -> tuple[Literal["good", "ba
     invalid = [case for case in cases if case["verdict"].startswith("INVALID")]
     judged = [case for case in cases if _judged(case)]
     wrong = [case for case in judged if case["verdict"] == "MISMATCH"]
-    limit = f"{value['threshold']:g} nats"
+    if not judged and not invalid:
+        empty = any(case["verdict"] == "ZERO_ACTIVE_TOKENS" for case in cases)
+        return "nothing", f"Nothing can be said: {'no token is active' if empty else 'no case was judged'}."
+    said = [_compared(value, judged, wrong, baseline(cases))] if judged else []
     if invalid:
         kinds = " and ".join(sorted({case["verdict"] for case in invalid}))
-        rest = f" Of the other {len(judged)}, {len(wrong)} differ beyond {limit}." if judged else ""
-        are = "case is" if len(invalid) == 1 else "cases are"
-        return "invalid", f"{len(invalid)} {are} {kinds}: no number of {_it(invalid)} counts.{rest}"
-    if not judged:
-        empty = [case for case in cases if case["verdict"] == "ZERO_ACTIVE_TOKENS"]
-        why = "no token is active" if empty else "no case was judged"
-        return "nothing", f"Nothing can be said: {why}."
+        are, of = ("case is", "it") if len(invalid) == 1 else ("cases are", "them")
+        said.append(f"{len(invalid)} {are} {kinds}: no number of {of} counts.")
+    if invalid and (not wrong or baseline(cases) is None):
+        return "invalid", " ".join(reversed(said))
+    return "bad" if wrong else "good", " ".join(said)
+
+
+def _compared(value: dict[str, Any], judged: list[Case], wrong: list[Case], base: Case | None) -> str:
+    """How many of the judged cases differ, and how far the baseline is off."""
+    limit = f"{value['threshold']:g} nats"
+    one = len(judged) == 1
     if not wrong:
-        each = "The one judged case agrees" if len(judged) == 1 else f"All {len(judged)} judged cases agree"
-        return "good", f"{each}: no active token differs by more than {limit}."
-    base = baseline(cases)
+        agree = "The one judged case agrees" if one else f"All {len(judged)} judged cases agree"
+        return f"{agree}: no active token differs by more than {limit}."
+    off = _worth(base) if base is not None and base["verdict"] == "MISMATCH" else ""
     if len(wrong) == len(judged):
-        each = "The one judged case differs" if len(judged) == 1 else f"All {len(judged)} judged cases differ"
-        return "bad", f"{each} beyond {limit}{_worth(base)}."
-    by = f"{len(wrong)} of {len(judged)} judged cases differ beyond {limit}"
-    if base is None:
-        return "bad", f"{by}."
-    its = "the baseline among them" if base["verdict"] == "MISMATCH" else "the baseline does not"
-    return "bad", f"{by}, {its}{_worth(base) if base['verdict'] == 'MISMATCH' else ''}."
+        differ = "The one judged case differs" if one else f"All {len(judged)} judged cases differ"
+        return f"{differ} beyond {limit}{off}."
+    its = ""
+    if base is not None:
+        its = ", the baseline among them" if off else ", the baseline does not"
+    differ = "differs" if len(wrong) == 1 else "differ"
+    return f"{len(wrong)} of {len(judged)} judged cases {differ} beyond {limit}{its}{off}."
 
 
-def _it(cases: list[Case]) -> str:
-    return "it" if len(cases) == 1 else "them"
-
-
-def _worth(base: Case | None) -> str:
+def _worth(base: Case) -> str:
     """How far the baseline is off."""
-    if base is None:
-        return ""
     counts, difference = base["counts"], base["logprob_difference"]
     share = counts["mismatches"] / counts["active"]
     return (

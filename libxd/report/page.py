@@ -129,11 +129,13 @@ def _verdict(index: int, case: dict[str, Any]) -> str:
     counts, difference = case["counts"], case["logprob_difference"]
     if counts is None:
         return f'<tr>{name}</td><td colspan="4" class="off">{text(case["reason"])}</td></tr>'
-    share = counts["mismatches"] / counts["active"] if counts["active"] else 0.0
-    bar = (
-        '<svg class="share" viewBox="0 0 60 8" aria-hidden="true"><rect width="60" height="8"/>'
-        f'<rect width="{60 * share:.1f}" height="8"/></svg>'
-    )
+    bar = ""
+    if counts["active"] and not case["verdict"].startswith("INVALID"):
+        share = counts["mismatches"] / counts["active"]
+        bar = (
+            '<svg class="share" viewBox="0 0 60 8" aria-hidden="true"><rect width="60" height="8"/>'
+            f'<rect width="{60 * share:.1f}" height="8"/></svg>'
+        )
     figures = "".join(
         f'<td class="n{wide}">{number(difference[key])}</td>'
         for key, wide in (("mean_absolute", ""), ("p99_absolute", " wide"), ("max_absolute", ""))
