@@ -21,7 +21,7 @@ from report_fixtures import ACTIVE, HOSTILE, LENGTHS, LOGPROBS, TOKENS, Page, Wo
 from libxd import bootstrap, canon, comparison, effect, impact, pairs, resume, schema, scores, table
 from libxd.difference import Difference
 from libxd.errors import Status, XdError
-from libxd.report import answer, content, formats, markdown, page, run, strip, survey, vocabulary
+from libxd.report import answer, content, formats, markdown, page, run, strip, survey, text, vocabulary
 from libxd.rundir import Attempt
 from libxd.table_text import WIDTH
 
@@ -271,6 +271,8 @@ def test_the_doctors_first_cause_is_in_the_answer_and_on_the_page(said):
     shown = Page(page.html(value))
     assert "one side lags" in shown.said and "GRPO 1 below, 2 above" in shown.said and "sync again" in shown.said
     assert not shown.unbalanced and not shown.named("img")
+    written = text.lines(content.Report(said.table, value)), markdown.lines(value)
+    assert all("stale-weights" in "\n".join(lines) and "sync again" in "\n".join(lines) for lines in written)
     value["cases"][0]["findings"] = []
     assert "The doctor found nothing wrong." in Page(page.html(value)).said
 

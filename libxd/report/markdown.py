@@ -27,6 +27,8 @@ def lines(value: dict[str, Any]) -> list[str]:
     if effects:
         head = ("changed knob", "side", "effect, mean [95 %]", "max", "floor", "mean against the baseline's")
         out += ["", *_folded("What each change moved, in nats", _table(head, effects))]
+    if causes := [line for case in value["cases"] for line in _causes(case)]:
+        out += ["", *_folded("Candidate causes, most likely first", causes)]
     out += ["", *_folded("How sure that is", [f"- {_text(each)}" for each in answer["sure"]])]
     if notes := [f"- **{_text(c['name'])}**: {_text(c['reason'])}" for c in value["cases"] if c["reason"]]:
         out += ["", *_folded("Notes", notes)]
@@ -57,6 +59,15 @@ def _effects(case: dict[str, Any]) -> list[tuple[str, ...]]:
             effect["standing"], interval(change) if change and not index else "",
         )
         for index, effect in enumerate(case["effects"])
+    ]  # fmt: skip
+
+
+def _causes(case: dict[str, Any]) -> list[str]:
+    return [
+        line
+        for found in case.get("findings", ())
+        for line in (f"- {_text(case['name'])}: **{_text(found['cause'])}**, {_text(found['summary'])}",
+                     *(f"  - {_text(each)}" for each in (*found["evidence"], *found["next"])))
     ]  # fmt: skip
 
 

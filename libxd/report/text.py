@@ -6,6 +6,7 @@ import textwrap
 from typing import Any
 
 from libxd import table_text
+from libxd.plain import number, plain
 from libxd.report.answer import interval
 from libxd.report.content import Report
 from libxd.table_text import WIDTH
@@ -27,13 +28,15 @@ def lines(report: Report) -> list[str]:
     out += ["", "How sure", *(line for each in answer["sure"] for line in _wrapped(each, "- "))]
     out += ["", *table_text.lines(report.table)[len(table_text.title(report.table)) + 1 :]]
     out += _effects(value)
+    out += _causes(value)
     out += _worst(value)
     out += _conditions(value)
     return out
 
 
 def _wrapped(text: str, mark: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=mark, subsequent_indent=" " * len(mark), break_on_hyphens=False)
+    indent = " " * len(mark)
+    return textwrap.wrap(plain(text), WIDTH, initial_indent=mark, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _effects(value: dict[str, Any]) -> list[str]:
@@ -53,6 +56,17 @@ def _effects(value: dict[str, Any]) -> list[str]:
         "baseline|. Drift: |training - rollout|, its change against the baseline's; below 0 the two sides are nearer."
     )
     return ["", *_wrapped(about, ""), "", *_columns(_HEAD, rows)]
+
+
+def _causes(value: dict[str, Any]) -> list[str]:
+    """What the doctor says of each case that it finds something in."""
+    out = []
+    for case in value["cases"]:
+        for found in case.get("findings", ()):
+            likelihood = number(found["likelihood"])
+            out += _wrapped(f"{case['name']}: {found['cause']} ({likelihood}), {found['summary']}", "- ")
+            out += [line for each in (*found["evidence"], *found["next"]) for line in _wrapped(each, "    ")]
+    return ["", "Candidate causes, most likely first:", *out] if out else []
 
 
 def _worst(value: dict[str, Any]) -> list[str]:
