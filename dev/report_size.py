@@ -72,7 +72,7 @@ def main() -> None:
     run = make(given.directory, given.cases, given.tokens)
     page = given.directory / f"report-{time.time_ns()}.html"
     began = time.perf_counter()
-    tool = [ROOT / "tools" / "xd-report", "-q", "--redact", run, "--out", page]
+    tool = [ROOT / "tools" / "xd-report", "-q", run, "--out", page]
     subprocess.run(tool, check=True, env={**os.environ, "XD_PYTHON": sys.executable}, stdout=subprocess.DEVNULL)
     took = time.perf_counter() - began
     memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024

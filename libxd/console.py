@@ -38,6 +38,11 @@ class _Path(click.Path):
 #: an option or operand that is a path; whether it can be read or written is found out, and said, where that is done
 PATH = _Path(path_type=Path, readable=False)
 
+#: colours of words in a table on a terminal; a heading is bold
+_COLOURS = {"PASS": "green", "MISMATCH": "yellow", "above": "yellow", "unsupported": "bright_black",
+            "refused": "bright_black", "incomplete": "red", "missing": "red", "INVALID_IDENTITY": "red",
+            "INVALID_ARTIFACT": "red", "ZERO_ACTIVE_TOKENS": "red"}  # fmt: skip
+
 
 class Console:
     """One run of one tool: its name, how much it says, and the exit status so far."""
@@ -80,6 +85,14 @@ class Console:
         self._failures.append(error.status)
         if os.environ.get("XD_DEBUG") == "1":
             streams.say("".join(traceback.format_exception(error)).rstrip())
+
+    def paint(self, text: str, what: str) -> str:
+        """`text` in the colour of the word `what`, where stdout is a terminal that wants colours."""
+        if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+            return text
+        if what == "heading":
+            return click.style(text, bold=True)
+        return click.style(text, fg=_COLOURS[what]) if what in _COLOURS else text
 
     def info(self, message: str) -> None:
         if not self.quiet:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,3 +94,22 @@ def test_a_picture(xd, made, tmp_path):
         assert xd("xd-report", "-q", made, "--out", name).status == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_a_terminal_gets_colours_and_a_pipe_none(xd, made, root):
+    """As xd-compare's table: by a pseudo-terminal, and NO_COLOR."""
+    tool = [str(root / "tools" / "xd-report"), "-q", "--redact", str(made)]
+    for extra, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
+        master, slave = pty.openpty()
+        environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+        environment |= {"XD_PYTHON": sys.executable, **extra}
+        with subprocess.Popen(tool, stdout=slave, env=environment):
+            os.close(slave)
+            said = b""
+            with contextlib.suppress(OSError):  # the end of a terminal
+                while part := os.read(master, 1 << 16):
+                    said += part
+        os.close(master)
+        assert (b"\x1b[1mWhich knob" in said) == coloured and (b"\x1b[33mMISMATCH" in said) == coloured
+        assert b"Which knob" in said
+    assert "\x1b" not in xd("xd-report", "-q", "--redact", made).out

@@ -175,8 +175,8 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say():
 def test_the_answer_names_what_repairs_and_what_moves(said):
     found = said.value["answer"]
     assert (found["state"], found["what"]) == (
-        "bad", "4 of 5 judged cases differ beyond 1e-05 nats, the baseline among them; in the baseline 24 of 24 tokens "
-        "(100 %), 0.00706 nats on average. 1 case is INVALID_ARTIFACT: no number of it counts.",
+        "bad", "4 of 5 judged cases differ beyond 1e-05 nats; in the baseline 24 of 24 tokens (100 %), 0.00706 nats on "
+        "average. 1 case is INVALID_ARTIFACT: no number of it counts.",
     )  # fmt: skip
     groups = {group["said"]: [each["case"] for each in group["cases"]] for group in found["which"]}
     assert groups["The difference is gone with:"] == ["training.attention_backend=sdpa"]

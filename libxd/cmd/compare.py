@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 
 import click
@@ -19,9 +17,6 @@ xd-compare runs/s0/cases/*/a*
 # the table of an experiment, a row for each of its plan; status 1 unless every verdict is PASS
 xd-resume --runs runs --answers runs/s0/plan.jsonl | xd-compare --table --plan runs/s0/plan.jsonl --exit-code
 """
-_COLOURS = {"PASS": "green", "MISMATCH": "yellow", "above": "yellow", "unsupported": "bright_black",
-            "refused": "bright_black", "incomplete": "red", "missing": "red", "INVALID_IDENTITY": "red",
-            "INVALID_ARTIFACT": "red", "ZERO_ACTIVE_TOKENS": "red"}  # fmt: skip
 
 
 @console.command("xd-compare", EXAMPLES)
@@ -138,17 +133,12 @@ def _table(console: Console, attempts: Iterator[tuple[str, Attempt | None]], pla
         rows = table.planned(rows, planned)
     if not rows:
         console.info("no attempts, no table")
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for number, each in enumerate(table.tables(rows)):
         if number:
             console.emit("")
-        for line in table_text.lines(each, _paint if colour else lambda text, what: text):
+        for line in table_text.lines(each, console.paint):
             console.emit(line)
     return bool(rows) and not unread and all(row.verdict == "PASS" for row in rows)
-
-
-def _paint(text: str, what: str) -> str:
-    return click.style(text, fg=_COLOURS[what]) if what in _COLOURS else text
 
 
 main = console.entry(cli)

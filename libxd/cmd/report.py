@@ -57,12 +57,11 @@ def cli(
             console.info(f"tokens are shown as ids: {why}")
     with _progress(console, len(rows)) as bar:
         report = content.read(rows, words, redact, lambda: bar.update())
-    data = formats.render(report, form)
     if out is not None:
-        formats.write(out, data)
+        formats.write(out, formats.render(report, form))
         console.emit(str(out))
     else:
-        console.emit(data.removesuffix(b"\n"))
+        console.emit(formats.render(report, form, console.paint).removesuffix(b"\n"))
 
 
 def _rows(console: Console, runs: tuple[str, ...]) -> list[Any]:

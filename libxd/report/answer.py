@@ -71,11 +71,10 @@ def _compared(value: dict[str, Any], judged: list[Case], wrong: list[Case], base
     if len(wrong) == len(judged):
         differ = "The one judged case differs" if one else f"All {len(judged)} judged cases differ"
         return f"{differ} beyond {limit}{off}."
-    its = ""
-    if base is not None:
-        its = ", the baseline among them" if off else ", the baseline does not"
+    if base is not None and not off:
+        off = ", the baseline does not"
     differ = "differs" if len(wrong) == 1 else "differ"
-    return f"{len(wrong)} of {len(judged)} judged cases {differ} beyond {limit}{its}{off}."
+    return f"{len(wrong)} of {len(judged)} judged cases {differ} beyond {limit}{off}."
 
 
 def _worth(base: Case) -> str:

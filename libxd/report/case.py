@@ -30,12 +30,12 @@ def section(
             f"<li><b>{text(each['code'])}</b> on the {text(each['side'])} side: <code>{text(each['path'])}</code></li>"
             for each in case["violations"]
         )
-        body.append(f"<h4>Not what had to be scored</h4><ul>{listed}</ul>")
+        body.append(f"<h3>Not what had to be scored</h3><ul>{listed}</ul>")
     if case["counts"]:
         body += [_plots(case, threshold, base, span), _figures(case)]
         body += [_strips(case, threshold)] if case["strips"] else []
-    body += [f"<h4>Candidate causes</h4>{causes.findings(case['findings'])}"] if "findings" in case else []
-    body += [f"<h4>What it does to an update</h4>{causes.impact(case['impact'])}"] if "impact" in case else []
+    body += [f"<h3>Candidate causes</h3>{causes.findings(case['findings'])}"] if "findings" in case else []
+    body += [f"<h3>What it does to an update</h3>{causes.impact(case['impact'])}"] if "impact" in case else []
     body += [_knobs(case)] if case["knobs"] else []
     body += [_digests(case)] if case["digests"] else []
     short = f"mean {number(case['logprob_difference']['mean_absolute'])} nats" if case["counts"] else ""
@@ -89,7 +89,7 @@ def _figures(case: dict[str, Any]) -> str:
         for name, place in (("first mismatch", case["first_mismatch"]), ("worst token", case["worst"]))
         if place
     ]
-    return f"<h4>Figures, in nats; KL of rollout to training</h4>{figures(pairs)}"
+    return f"<h3>Figures, in nats; KL of rollout to training</h3>{figures(pairs)}"
 
 
 def _strips(case: dict[str, Any], threshold: float) -> str:
@@ -99,7 +99,7 @@ def _strips(case: dict[str, Any], threshold: float) -> str:
                            ("m", "mismatch"), ("h", "over ten times the threshold"), ("t", "the worst"))
     )  # fmt: skip
     drawn = "".join(_strip(each, threshold) for each in case["strips"])
-    return f'<h4>Worst tokens, and what stands around them</h4><p class="key">{key}</p>{drawn}'
+    return f'<h3>Worst tokens, and what stands around them</h3><p class="key">{key}</p>{drawn}'
 
 
 def _strip(found: dict[str, Any], threshold: float) -> str:
@@ -148,7 +148,7 @@ def _knobs(case: dict[str, Any]) -> str:
     changed_paths = {change["path"] for change in case["intervention"]}
     rows = (_knob(record, record["knob"] in changed_paths) for record in case["knobs"])
     caption = "What was asked for, what the adapter built for it, and what the live engine showed."
-    return f'<h4>Knobs</h4>{table(caption, head, rows, "Knobs")}'
+    return f'<h3>Knobs</h3>{table(caption, head, rows, "Knobs")}'
 
 
 def _knob(record: dict[str, Any], turned: bool) -> str:
@@ -167,4 +167,4 @@ def _digests(case: dict[str, Any]) -> str:
     where = f"cases/{case['case_id']}/{case['attempt']}"
     pairs = [(name, text(digest)) for name, digest in case["digests"].items()]
     said = f'<p class="note"><code>{text(where)}</code>. {sealed} BLAKE3:</p>'
-    return f"<h4>Evidence</h4>{said}{figures(pairs, 'digests')}"
+    return f"<h3>Evidence</h3>{said}{figures(pairs, 'digests')}"

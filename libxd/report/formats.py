@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from libxd import canon, publish, schema
@@ -9,8 +10,11 @@ from libxd.errors import XdError
 from libxd.report.content import Report
 
 
-def render(report: Report, form: str) -> bytes:
-    """html, text, md, json (checked against its schema) or png; XdError 69 for png where matplotlib is not."""
+def render(report: Report, form: str, style: Callable[[str, str], str] = lambda text, what: text) -> bytes:
+    """html, text, md, json (checked against its schema) or png; XdError 69 for png where matplotlib is not.
+
+    style(text, what) may colour the words of text: what is a verdict, a standing or "heading".
+    """
     if form == "json":
         return canon.dumps(schema.validate("report", report.value, "report")) + b"\n"
     if form == "png":
@@ -23,7 +27,7 @@ def render(report: Report, form: str) -> bytes:
         return page.html(report.value).encode()
     from libxd.report import markdown, text
 
-    lines = markdown.lines(report.value) if form == "md" else text.lines(report)
+    lines = markdown.lines(report.value) if form == "md" else text.lines(report, style)
     return "".join(f"{line}\n" for line in lines).encode()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 from libxd import table_text
@@ -14,19 +15,20 @@ from libxd.table_text import WIDTH
 _HEAD = ("changed knob", "side", "effect", "floor", "drift, change")
 
 
-def lines(report: Report) -> list[str]:
-    """The whole of it."""
+def lines(report: Report, style: Callable[[str, str], str] = lambda text, what: text) -> list[str]:
+    """The whole of it. style(text, what) may colour a cell or a heading, as in `table_text.lines`."""
     value = report.value
     title, *_ = table_text.title(report.table)
     answer = value["answer"]
-    out = [title, "", *_wrapped(answer["what"], ""), "", "Which knob"]
+    out = [title, "", *(style(line, "heading") for line in _wrapped(answer["what"], ""))]
+    out += ["", style("Which knob", "heading")]
     for group in answer["which"]:
         out += _wrapped(group["said"], "- ")
         width = max((len(each["case"]) for each in group["cases"]), default=0)
         out += [f"    {each['case'].ljust(width)}  {each['said']}".rstrip() for each in group["cases"]]
         out += [f"    and {group['more']} more"] if group["more"] else []
-    out += ["", "How sure", *(line for each in answer["sure"] for line in _wrapped(each, "- "))]
-    out += ["", *table_text.lines(report.table)[len(table_text.title(report.table)) + 1 :]]
+    out += ["", style("How sure", "heading"), *(line for each in answer["sure"] for line in _wrapped(each, "- "))]
+    out += ["", *table_text.lines(report.table, style)[len(table_text.title(report.table)) + 1 :]]
     out += _effects(value)
     out += _causes(value)
     out += _worst(value)
