@@ -8,6 +8,7 @@ from libxd.plain import number
 
 Case = dict[str, Any]
 _FEW_SEQUENCES = 8
+_MANY = 10  # changes from which on it is said that chance shows some
 _MOST = 5
 
 
@@ -23,16 +24,24 @@ def baseline(cases: list[Case]) -> Case | None:
     return next((case for case in cases if _unchanged(case) and not case["repeat"] and _judged(case)), None)
 
 
-def ranked(cases: list[Case]) -> list[tuple[Case, dict[str, Any]]]:
-    """Every effect of a changed knob that rises above the noise floor, or has none to rise above: the largest first."""
+def ranked(value: dict[str, Any]) -> list[tuple[Case, dict[str, Any]]]:
+    """Every effect of a changed knob that is surely above the noise floor, or has none beside it: the largest first."""
     found = [
         (case, effect)
-        for case in cases
+        for case in value["cases"]
         if not _unchanged(case)
         for effect in case["effects"]
-        if effect["standing"] in ("above", "?") and effect["mean_absolute"] is not None
+        if effect["standing"] in ("above", "?") and effect["mean_absolute"] is not None and _above(value, effect)
     ]
     return sorted(found, key=lambda pair: -pair[1]["mean_absolute"]["value"])
+
+
+def _above(value: dict[str, Any], effect: dict[str, Any]) -> bool:
+    """Whether the mean's interval lies above what a repeat moves on average; a floor that is not known is none."""
+    sides = [floors["sides"][effect["side"]] for floors in value["floors"]]
+    noise = max((side["mean_absolute"] for side in sides if side), default=0.0)
+    mean = effect["mean_absolute"]
+    return (mean["value"] if mean["low"] is None else mean["low"]) > noise
 
 
 def _judged(case: Case) -> bool:
@@ -103,7 +112,7 @@ def _which(value: dict[str, Any], cases: list[Case]) -> list[dict[str, Any]]:
     if base is not None and base.get("findings"):
         first = base["findings"][0]
         out.append(_said(f"The doctor's first candidate cause for the baseline: {first['cause']}, {first['summary']}."))
-    moved = ranked(cases)
+    moved = ranked(value)
     if moved:
         what = "Moves its side most, in nats a token, over a floor that was not measured:"
         if all(effect["standing"] == "above" for _, effect in moved):
@@ -112,11 +121,11 @@ def _which(value: dict[str, Any], cases: list[Case]) -> list[dict[str, Any]]:
         out.append(_said(what, [case for case, _ in moved], said))
     if base is not None:
         out += _nearer(changed)
-    standings = [(case, {effect["standing"] for effect in case["effects"]}) for case in changed]
-    if still := [case for case, found in standings if found == {"0"}]:
+    if still := [case for case in changed if {effect["standing"] for effect in case["effects"]} == {"0"}]:
         out.append(_said("Moves not a bit:", still))
-    if within := [case for case, found in standings if "within" in found and found <= {"0", "within"}]:
-        out.append(_said("Moves no more than a repeat does:", within))
+    shown = [id(case) for case, _ in moved] + [id(case) for case in still]
+    if within := [case for case in changed if case["effects"] and id(case) not in shown]:
+        out.append(_said("Moves no more than a repeat does, or not surely more:", within))
     return out or [_said("No changed knob could be set beside the baseline; the notes of the table say why.")]
 
 
@@ -174,6 +183,10 @@ def _sure(value: dict[str, Any], cases: list[Case]) -> list[str]:
         few = "; with so few they are rough" if sequences < _FEW_SEQUENCES else ""
         said.append(f"Brackets are 95 % of bootstrap draws over {sequences} sequences ({active} active tokens), paired "
                     f"with the baseline, each by itself{few}.")  # fmt: skip
+    changed = sum(case["change_of_difference"] is not None and not _unchanged(case) for case in cases)
+    if changed >= _MANY:
+        some = round(changed / 20)
+        said.append(f"If none of {changed} changes did anything, the brackets of some {some} would still not hold 0.")
     left = [case for case in cases if not _judged(case) and not case["verdict"].startswith("INVALID")]
     if left:
         names = [f"{case['name']} ({case['verdict']})" for case in left]

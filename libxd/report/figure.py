@@ -27,7 +27,7 @@ def png(value: dict[str, Any]) -> bytes:
     FigureCanvasAgg(figure)
     figure.text(0.04, 0.93, shortened(value["experiment_id"], 60), fontsize=24, fontweight="bold")
     figure.text(0.04, 0.9, "\n".join(textwrap.wrap(_plain(value["answer"]["what"]), 100)), fontsize=17, va="top")
-    found = answer.ranked(value["cases"])[:_MOST]
+    found = answer.ranked(value)[:_MOST]
     if found:
         _effects(figure.add_axes((0.36, 0.2, 0.5, 0.58)), found, value)
     else:
