@@ -423,6 +423,17 @@ def test_a_page_can_be_used_without_eyes_and_without_colours(said):
     assert html.startswith("<!doctype html>\n<html lang=\"en\">")
 
 
+def test_what_nobody_declares_is_said_to_be_so(said):
+    """As of an imported attempt: null semantics, mode and knobs."""
+    value = json.loads(json.dumps(said.value))
+    value["identity"] |= {"semantics": None, "rollout_mode": None, "checkpoint": None, "num_sequences": None}
+    for knob in value["cases"][0]["knobs"]:
+        knob |= {"requested": None, "materialized": None, "actual": None}
+    schema.validate("report", value, "report")
+    shown = Page(page.html({**value, "answer": answer.of(value)}))
+    assert "nobody declares" in shown.said and "not at hand" in shown.said and "None" not in shown.said
+
+
 def test_no_effect_is_hidden_by_the_axis(said):
     """The row of every effect has its numbers as text, and its plot a dot."""
     html = page.html(said.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,7 @@ def _rows(console: Console, runs: tuple[str, ...]) -> list[Any]:
     return table.planned(rows, plan)
 
 
-def _progress(console: Console, total: int) -> Iterator[Any]:
+def _progress(console: Console, total: int) -> Any:
     """A bar on stderr, on a terminal only."""
     from tqdm import tqdm
 

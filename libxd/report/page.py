@@ -259,17 +259,23 @@ def _condition(path: str, rollout: str | None, training: str | None) -> str:
     return f'<tr><th scope="row" class="mono">{text(path)}</th><td>{"</td><td>".join(cells)}</td></tr>'
 
 
+def _meant(semantics: dict[str, Any] | None) -> str:
+    """Which logprob both sides were to give."""
+    if semantics is None:
+        return "logprobs of which nobody declares what they mean"
+    named = (("temperature", "temperature"), ("top-p", "top_p"), ("top-k", "top_k"))
+    settings = ", ".join(f"{name} {semantics[key]:g}" for name, key in named)
+    return f"{semantics['logprobs']} logprobs at {settings}"
+
+
 def _reading(value: dict[str, Any]) -> str:
     identity, semantics = value["identity"], value["identity"]["semantics"]
     digests = [
         (name, text(identity[name]) if identity[name] else "not at hand")
         for name in ("checkpoint", "tokenizer", "sequences")
     ]
-    scored = (
-        f"{semantics['logprobs']} logprobs at temperature {semantics['temperature']:g}, top-p {semantics['top_p']:g}, "
-        f"top-k {semantics['top_k']}; rollout mode {identity['rollout_mode']}; weights "
-        f"{identity['model_state'].replace('_', '-')}"
-    )
+    mode = identity["rollout_mode"] or "not declared"
+    scored = f"{_meant(semantics)}; rollout mode {mode}; weights {identity['model_state'].replace('_', '-')}"
     said = [
         "A verdict says whether the two sides agree within the contract's threshold. What a knob did is its effect: "
         "the same side of two cases, token by token, against the noise floor, which is what a repeat of the baseline "
