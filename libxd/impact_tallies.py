@@ -18,6 +18,7 @@ from libxd.quantiles import Distribution, Selection
 #: by how much of itself a coefficient must have changed to be counted, beside any change
 PARTS = {"over_1_percent": 0.01, "over_10_percent": 0.1}
 QUANTILES = {"p01": Fraction(1, 100), "p50": Fraction(1, 2), "p99": Fraction(99, 100)}
+_LARGEST = float(np.finfo(np.float32).max)  # of a log ratio; exp of it is 0, or beyond float64, as it is of more
 
 
 class RatioTally:
@@ -77,7 +78,7 @@ class RatioTally:
 
 
 def _halves(log_ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    values = log_ratios.astype(np.float32)
+    values = np.clip(log_ratios, -_LARGEST, _LARGEST).astype(np.float32)
     return values[values < 0], values[values >= 0]
 
 

@@ -486,3 +486,10 @@ def test_the_page_names_every_default():
     estimators = next(option for option in cli.params if option.name == "estimator").type.choices
     assert tuple(estimators) == credit.ESTIMATORS
     assert all(f"| `{name}` |" in page for name in credit.ESTIMATORS)
+
+
+def test_log_ratios_beyond_float32_are_ratios_of_zero_and_none(tmp_path: Path) -> None:
+    """Fill values on both sides, whose difference no float32 holds."""
+    attempt = scored(tmp_path, floats(-3e38, 3e38, -1, -1), floats(3e38, -3e38, -1, -1))
+    found = impact.of_pair(pairs.of_attempt(attempt)).figures["ratio"]["token"]
+    assert (found["min"], found["p01"], found["p50"], found["p99"], found["max"]) == (0.0, 0.0, 1.0, None, None)

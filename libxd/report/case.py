@@ -7,7 +7,7 @@ from typing import Any
 
 from libxd.plain import number
 from libxd.report import causes, svg
-from libxd.report.words import changed, chip, figures, table, text, value_of
+from libxd.report.words import changed, chip, figures, logprob, table, text, value_of
 
 _FIGURES = (
     ("mean, signed", "mean_signed"), ("mean |d|", "mean_absolute"), ("p50 |d|", "p50_absolute"),
@@ -118,8 +118,8 @@ def _tokens(found: dict[str, Any], limit: float) -> Iterator[str]:
         seen = token["text"] if token["text"] is not None else "▪" if token["id"] is None else f"{token['id']} "
         said = [f"position {position}", f"id {token['id']}" if token["id"] is not None else ""]
         if token["active"]:
-            said += [f"{side} {_logprob(token[side])}" for side in ("rollout", "training")]
-            said.append(f"difference {_logprob(token['difference'])}{', a mismatch' if token['mismatch'] else ''}")
+            said += [f"{side} {logprob(token[side])}" for side in ("rollout", "training")]
+            said.append(f"difference {logprob(token['difference'])}{', a mismatch' if token['mismatch'] else ''}")
         else:
             said.append("not active")
         title = " · ".join(filter(None, said))
@@ -136,10 +136,6 @@ def _kind(token: dict[str, Any], limit: float) -> str:
     if token["mismatch"]:
         return "h" if abs(apart) > _FAR * limit else "m"
     return "u" if abs(apart) > limit / 10 else ""
-
-
-def _logprob(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}".replace("-", "−")
 
 
 def _knobs(case: dict[str, Any]) -> str:

@@ -10,6 +10,8 @@ from libxd import table_text
 from libxd.plain import number, plain
 from libxd.report.answer import interval
 from libxd.report.content import Report
+from libxd.report.words import logprob
+from libxd.rundir import SIDES
 from libxd.table_text import WIDTH
 
 _HEAD = ("changed knob", "side", "effect", "floor", "drift, change")
@@ -81,7 +83,7 @@ def _worst(value: dict[str, Any]) -> list[str]:
         rows.append((
             case["name"], str(place["sequence"]), str(place["position"]),
             "" if place["token_id"] is None else str(place["token_id"]), said,
-            f"{place['rollout_logprob']:.4f}", f"{place['training_logprob']:.4f}",
+            *(logprob(place[f"{side}_logprob"]).replace("−", "-") for side in SIDES),
         ))  # fmt: skip
     if not rows:
         return []

@@ -22,6 +22,13 @@ def value_of(value: Any) -> str:
     return text(str(value).lower() if isinstance(value, bool) else value)
 
 
+def logprob(value: float | None) -> str:
+    """A logprob, or a difference of two, to a ten-thousandth of a nat; fill values shorter."""
+    if value is None:
+        return "not finite"
+    return (f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}").replace("-", "−", 1)
+
+
 def changed(case: dict[str, Any]) -> str:
     """What a case changes, each value in bold; an attempt's id where the name has one."""
     if not case["intervention"]:
