@@ -283,7 +283,7 @@ def test_the_doctors_first_cause_is_in_the_answer_and_on_the_page(said):
     written = text.lines(content.Report(said.table, value)), markdown.lines(value)
     assert all("stale-weights" in "\n".join(lines) and "sync again" in "\n".join(lines) for lines in written)
     value["cases"][0]["findings"] = []
-    assert "The doctor found nothing wrong." in Page(page.html(value)).said
+    assert "No detector named a cause." in Page(page.html(value)).said
 
 
 # -- which attempts

@@ -14,7 +14,7 @@ _LEVELS = {"token": "token", "sequence": "sequence (geometric mean)"}
 
 def findings(found: list[dict[str, Any]]) -> str:
     """Candidate causes, most likely first: the cause, its evidence, what to try next."""
-    return "".join(map(_finding, found)) or "<p>The doctor found nothing wrong.</p>"
+    return "".join(map(_finding, found)) or "<p>No detector named a cause.</p>"
 
 
 def _finding(found: dict[str, Any]) -> str:
