@@ -206,14 +206,12 @@ def test_the_answer_where_no_verdict_tells(tmp_path):
     judged(tmp_path, LOGPROBS, moved(0.1))
     alone = report(tmp_path / "test").value["answer"]
     assert alone["what"].startswith("The one judged case differs beyond 1e-05 nats; in the baseline 24 of 24 tokens")
-    assert [group["said"] for group in alone["which"]] == [
-        "No case with a changed knob was judged, so nothing points to one."
-    ]
+    assert alone["which"][-1]["said"] == "No case with a changed knob was judged, so nothing points to one."
     judged(tmp_path, moved(0.1, 1), moved(0.1), change=("rollout.enforce_eager", False))
     found = report(tmp_path / "test").value["answer"]
     assert found["what"].startswith("All 2 judged cases differ")
     assert found["which"][0]["said"].startswith("No single change makes it go away")
-    assert "a floor that was not measured" in found["which"][1]["said"]
+    assert any("a floor that was not measured" in group["said"] for group in found["which"])
 
 
 def test_the_answer_where_all_is_well_and_where_nothing_was_judged(tmp_path):

@@ -98,9 +98,14 @@ def _worth(base: Case) -> str:
 
 def _which(value: dict[str, Any], cases: list[Case]) -> list[dict[str, Any]]:
     changed = [case for case in cases if not _unchanged(case) and _judged(case)]
-    if not changed:
-        return [_said("No case with a changed knob was judged, so nothing points to one.")]
     base = baseline(cases)
+    named = base.get("findings") if base is not None else None
+    doctor = []
+    if named:
+        first = f"{named[0]['cause']}, {named[0]['summary']}"
+        doctor = [_said(f"The doctor's first candidate cause for the baseline: {first}.")]
+    if not changed:
+        return [*doctor, _said("No case with a changed knob was judged, so nothing points to one.")]
     out = []
     if base is not None:
         turned = [case for case in changed if case["verdict"] != base["verdict"]]
@@ -109,9 +114,7 @@ def _which(value: dict[str, Any], cases: list[Case]) -> list[dict[str, Any]]:
                 out.append(_said(f"{what}:", some))
         if not turned and base["verdict"] == "MISMATCH":
             out.append(_said("No single change makes it go away, so no verdict names a cause; the effects may."))
-    if base is not None and base.get("findings"):
-        first = base["findings"][0]
-        out.append(_said(f"The doctor's first candidate cause for the baseline: {first['cause']}, {first['summary']}."))
+    out += doctor
     moved = ranked(value)
     if moved:
         what = "Moves its side most, in nats a token, over a floor that was not measured:"
