@@ -31,10 +31,10 @@ def section(
             for each in case["violations"]
         )
         body.append(f"<h3>Not what had to be scored</h3><ul>{listed}</ul>")
+    body += [f"<h3>Candidate causes</h3>{causes.findings(case['findings'])}"] if "findings" in case else []
     if case["counts"]:
         body += [_plots(case, threshold, base, span), _figures(case)]
         body += [_strips(case, threshold)] if case["strips"] else []
-    body += [f"<h3>Candidate causes</h3>{causes.findings(case['findings'])}"] if "findings" in case else []
     body += [f"<h3>What it does to an update</h3>{causes.impact(case['impact'])}"] if "impact" in case else []
     body += [_knobs(case)] if case["knobs"] else []
     body += [_digests(case)] if case["digests"] else []

@@ -22,7 +22,7 @@ def _finding(found: dict[str, Any]) -> str:
     after = "".join(f"<li>{text(line)}</li>" for line in found["next"])
     tried = f"<p>To try:</p><ul>{after}</ul>" if after else ""
     return (
-        f'<div class="cause"><p><b>{text(found["cause"])}</b> <span class="off">({number(found["likelihood"])})</span> '
+        f'<div class="cause"><p><b>{text(found["cause"])}</b> <span class="off">({found["likelihood"]:g})</span> '
         f"{text(found['summary'])}</p><ul>{evidence}</ul>{tried}</div>"
     )
 

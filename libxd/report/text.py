@@ -67,8 +67,7 @@ def _causes(value: dict[str, Any]) -> list[str]:
     out = []
     for case in value["cases"]:
         for found in case.get("findings", ()):
-            likelihood = number(found["likelihood"])
-            out += _wrapped(f"{case['name']}: {found['cause']} ({likelihood}), {found['summary']}", "- ")
+            out += _wrapped(f"{case['name']}: {found['cause']} ({found['likelihood']:g}), {found['summary']}", "- ")
             out += [line for each in (*found["evidence"], *found["next"]) for line in _wrapped(each, "    ")]
     return ["", "Candidate causes, most likely first:", *out] if out else []
 
