@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from libxd import table_text
-from libxd.plain import number, plain
+from libxd.plain import plain
 from libxd.report.answer import interval
 from libxd.report.content import Report
 from libxd.report.words import logprob
