@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from libxd import canon, knobs, verdict
+from libxd import canon, knobs, planner, verdict
 from libxd.effect import SideEffect, difference_of_conditions, floor, side_effect, standing
 from libxd.errors import XdError
 from libxd.plain import plain
@@ -43,11 +43,18 @@ class Row:
     @property
     def is_baseline(self) -> bool:
         """Whether nothing is changed: the baseline, or a repeat of it."""
-        return not self.requested["intervention"]
+        return not self.requested["intervention"] and not self.is_imported
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether somebody else had scored: what was changed is unknown, and there is no baseline."""
+        return self.requested["strategy"] == planner.IMPORTED
 
     @property
     def changed(self) -> str:
-        """What the case changes against the baseline."""
+        """What the case changes against the baseline; of an imported attempt, its name."""
+        if self.is_imported:
+            return plain(self.requested["scenario_id"])
         if not self.is_baseline:
             return ", ".join(map(_change, self.requested["intervention"]))
         repeat, submission = self.requested["repeat"], self.requested["submission"]
@@ -123,10 +130,14 @@ def planned(rows: list[Row], plan: Iterable[dict[str, Any]]) -> list[Row]:
 
 
 def tables(rows: list[Row]) -> list[Table]:
-    """Rows by experiment and contract, each with its effects against the group's baseline and its noise floor."""
+    """Rows by experiment and contract, each with its effects against the group's baseline and its noise floor.
+
+    Imported attempts of one experiment, such as the steps of a training run, are one table.
+    """
     groups: dict[bytes, list[Row]] = {}
     for row in rows:
-        about = [row.requested[key] for key in ("experiment_id", "scenario_id", "scenario", "contract")]
+        about = [row.requested[key] for key in ("experiment_id", "scenario", "contract")]
+        about.append(None if row.is_imported else row.requested["scenario_id"])
         groups.setdefault(canon.dumps(about), []).append(row)
     return [_with_effects(members) for members in groups.values()]
 
