@@ -19,7 +19,7 @@ from libxd.errors import XdError, XdErrors
 from libxd.experiment import Experiment, Intervention
 from libxd.rundir import RunDirectory
 
-_SCHEMA_VERSION = "xd.plan_row.v1"
+SCHEMA_VERSION = "xd.plan_row.v1"
 #: parts of a row that its case digest covers as they are; the identity enters pinned, the scenario with its id
 _HASHED = ("values", "operators", "contract")
 #: what its request digest covers: the case, and why and how it is tried
@@ -41,7 +41,7 @@ def rows(
     """
     parts = parts or Parts()
     shared = {
-        "schema_version": _SCHEMA_VERSION,
+        "schema_version": SCHEMA_VERSION,
         "experiment_id": experiment.experiment_id,
         "scenario_id": experiment.scenario_id,
         "scenario": experiment.scenario,
