@@ -18,6 +18,8 @@ from libxd.records import Case
 from libxd.rundir import SIDES, Attempt
 
 _UNANSWERED = "no attempt that was given answers this row"
+#: what an importer did not declare, by what a verdict then has no word of; all else there is of the tokens
+_UNDECLARED = {"weights_before": "the checkpoint", "weights_after": "the checkpoint", "semantics": "the semantics"}
 
 
 @dataclass(eq=False)
@@ -94,12 +96,22 @@ def read(attempt: Attempt) -> Row:
     if not attempt.has("comparison.json"):
         return Row(attempt, requested, "incomplete", "not every stage has run")
     comparison = verdict.read(attempt, case)
-    trouble = [f"{v['code']} ({v['path']})" for v in comparison["violations"]]
+    violations = comparison["violations"]
+    trouble = []
+    if requested["strategy"] == planner.IMPORTED:
+        undeclared = [v for v in violations if v["expected"] is None]
+        violations = [v for v in violations if v["expected"] is not None]
+        names = dict.fromkeys(_UNDECLARED.get(v["path"].rpartition("/")[2], "the prompts") for v in undeclared)
+        trouble = [f"nobody declared {' and '.join(names)}"] if names else []
+    trouble += [f"{v['code']} ({v['path']})" for v in violations]
     trouble += [f"{p['side']}: {p['detail']}" for p in comparison["artifact_problems"]]
     more = f" and {len(trouble) - 3} more" if len(trouble) > 3 else ""
     reason = "; ".join(trouble[:3]) + more
     if not comparison["status"].startswith("INVALID"):
-        reason = "; ".join(filter(None, (reason, *(_not_shown(attempt, side) for side in SIDES))))
+        unseen = [_not_shown(attempt, side) for side in SIDES]
+        if requested["strategy"] == planner.IMPORTED:
+            unseen = ["as declared, for an import shows tokens, masks and logprobs alone"]
+        reason = "; ".join(filter(None, (reason, *unseen)))
     return Row(attempt, requested, comparison["status"], plain(reason), comparison)
 
 
