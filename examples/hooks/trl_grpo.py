@@ -1,6 +1,6 @@
 """TRL: a GRPOTrainer that writes each step's logprobs down, for xd-compare and xd-doctor.
 
-    trainer = ScoredGRPOTrainer(..., scores=dict(runs="runs", experiment="grpo", dtype="bfloat16", checkpoint="model/"))
+    trainer = ScoredGRPOTrainer(..., scores=dict(runs="runs", experiment="grpo", dtype="bfloat16"), checkpoint="model")
 
 The rollout side is what the engine said while it sampled (`sampling_per_token_logps`: vLLM's, or those of a
 `rollout_func`); the training side is what the loss was just computed from. Where TRL samples with transformers it keeps
@@ -18,11 +18,11 @@ import libxd
 
 
 class ScoredGRPOTrainer(GRPOTrainer):
-    """`scores`: what `libxd.write_scores` is told beside the batch: runs, experiment, dtype, checkpoint."""
+    """scores: what `libxd.write_scores` is told beside the batch: runs, experiment, dtype. checkpoint: begun from."""
 
-    def __init__(self, *args: Any, scores: dict[str, Any], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, scores: dict[str, Any], checkpoint: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._scores = scores
+        self._scores, self._checkpoint = scores, checkpoint
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         answer = super()._get_per_token_logps_and_entropies(*args, **kwargs)
@@ -40,6 +40,7 @@ class ScoredGRPOTrainer(GRPOTrainer):
                 rollout=inputs.get("sampling_per_token_logps"),
                 training=self._per_token_logps,
                 advantages=inputs["advantages"],
+                checkpoint=self._checkpoint if self.state.global_step == 0 else None,  # no file holds later weights
                 semantics=at_temperature(self.temperature),  # TRL divides the logits by it, and asks vLLM to
                 step=self.state.global_step,
                 rank=self.accelerator.process_index if self.accelerator.num_processes > 1 else None,
@@ -70,8 +71,8 @@ def sample(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list]:
     model.eval()
     with torch.no_grad():
         drawn = model.generate(
-            input_ids=fed["input_ids"], attention_mask=fed["attention_mask"], do_sample=True, top_k=0, top_p=1.0,
-            temperature=args.temperature, max_new_tokens=args.max_completion_length, pad_token_id=tokenizer.pad_token_id,
+            **fed, do_sample=True, top_k=0, top_p=1.0, temperature=args.temperature,
+            max_new_tokens=args.max_completion_length, pad_token_id=tokenizer.pad_token_id,
             return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
     model.train()
@@ -80,7 +81,9 @@ def sample(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list]:
     logprobs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     lengths = [_length(row, trainer.eos_token_ids) for row in ids.tolist()]
     return {
-        "prompt_ids": [row[mask.bool()].tolist() for row, mask in zip(fed["input_ids"], fed["attention_mask"], strict=True)],
+        "prompt_ids": [
+            row[mask.bool()].tolist() for row, mask in zip(fed["input_ids"], fed["attention_mask"], strict=True)
+        ],
         "completion_ids": [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)],
         "logprobs": [row[:n].tolist() for row, n in zip(logprobs, lengths, strict=True)],
     }
