@@ -131,6 +131,16 @@ def test_ranks_write_side_by_side(tmp_path):
             assert scores(path, "rollout")["logprobs"].tolist()[1:] == [-1, -number]
 
 
+def test_semantics_are_what_was_done_to_the_logits(tmp_path):
+    def declared(semantics):
+        path = libxd.write_scores(tmp_path, "mine", **padded(), **{**SAID, "semantics": semantics})
+        found = Attempt(path).identity()["semantics"]
+        return found and (found["logprobs"], found["temperature"], found["top_p"])
+
+    assert declared("raw") == ("raw", 1.0, 1.0) and declared({"temperature": 0.9}) == ("processed", 0.9, 1.0)
+    assert declared(None) is None
+
+
 def test_a_side_can_come_later(tmp_path):
     both = padded()
     first = libxd.write_scores(tmp_path, "mine", **{k: v for k, v in both.items() if k != "training"}, **SAID)
@@ -188,7 +198,7 @@ def test_zeros_under_a_mask_that_is_too_wide_are_warned_of(tmp_path):
         ({"dtype": {"rollout": "float32"}}, "no default"),
         ({"dtype": "int8"}, "no default"),
         ({"semantics": "cooked"}, "no such semantics"),
-        ({"semantics": {"temperature": 1.0}}, "logprobs"),
+        ({"semantics": {"heat": 1.0}}, "heat"),
         ({"rollout_mode": "sampled"}, "sampled"),
         ({"contract": "mine"}, "unknown numerical contract"),
         ({"advantages": [1.0]}, "one a sequence"),
