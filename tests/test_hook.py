@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -221,6 +222,21 @@ def test_an_experiment_is_named_and_a_place_can_be_written(tmp_path):
     with pytest.raises(XdError) as caught:
         libxd.write_scores(tmp_path / "file", "mine", **padded(), **SAID)
     assert caught.value.status == Status.CONFLICT
+
+
+def test_the_page_runs(xd, tmp_path, root, monkeypatch):
+    """docs/hooks.md: its loop's call, and the tools after it."""
+    page = (root / "docs" / "hooks.md").read_text()
+    call, command = (re.search(rf"^```{kind}\n(.*?)^```$", page, re.M | re.S)[1] for kind in ("python", "sh"))
+    monkeypatch.chdir(tmp_path)
+    given = {"ids": IDS, "attention_mask": HELD, "loss_mask": ACTIVE[:, 1:], "old_logps": ROLLOUT[:, 1:],
+             "logps": TRAINING[:, 1:]}  # fmt: skip
+    for step in (1, 2):
+        exec(call, {"step": step, **given})
+    env = {**os.environ, "PATH": f"{root / 'tools'}:{os.environ['PATH']}", "XD_PYTHON": sys.executable}
+    ran = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, env=env)
+    assert ran.returncode == 0, ran.stderr
+    assert "grpo (imported)" in ran.stdout and ran.stdout.index("step 1") < ran.stdout.index("step 2")
 
 
 def test_neither_torch_nor_numpy_is_taken_for_the_asking(tmp_path):

@@ -58,8 +58,9 @@ def write_scores(
     dtype: that both sides computed in, or {"rollout": …, "training": …}; it chooses the threshold, and has no default.
     checkpoint: directory, or digest of one, that both sides held. semantics: "raw", where nothing was done to the
     logits, or what was, such as {"temperature": 0.9}; what it leaves out was not done. Where these two are not declared
-    the verdict is INVALID_IDENTITY, with all differences written. rollout_mode: "decode" or "prefill". prompts [B]: equal for samples
-    of one prompt; advantages [B] or as the logprobs; rewards [B]; versions [B], of the policy that sampled.
+    the verdict is INVALID_IDENTITY, with all differences written. rollout_mode: "decode" or "prefill". prompts [B]:
+    equal for samples of one prompt; advantages [B] or as the logprobs; rewards [B]; versions [B], of the policy that
+    sampled.
 
     Each call is an attempt of its own, named by step and rank. Ranks that hold other sequences may all call; of ranks
     that hold the same ones let one. Any number of processes may write under one `runs`. `into`: an attempt that has one
