@@ -155,6 +155,17 @@ def test_a_checkpoint_is_a_directory_or_its_digest(tmp_path, monkeypatch):
     assert not list((tmp_path / "mine").glob("cases/*/*/.tmp*"))
 
 
+def test_a_tokenizer_is_a_directory_to_show_text_by(tmp_path):
+    place = tmp_path / "tokenizer"
+    place.mkdir()
+    with pytest.raises(XdError, match="no tokenizer file"):
+        imported(tmp_path, declared=replace(DECLARED, tokenizer=place))
+    (place / "tokenizer.json").write_text("{}")
+    row = imported(tmp_path, declared=replace(DECLARED, tokenizer=place)).requested()
+    planner.require_sound(row, "row")
+    assert row["locations"]["tokenizer"] == str(place) and row["identity"]["tokenizer"]["policy"] is None
+
+
 def test_a_verdict_takes_a_dtype_and_there_is_no_default(tmp_path):
     for dtypes in ({}, {"rollout": "float32"}, dict.fromkeys(SIDES, "int8")):
         with pytest.raises(XdError, match="no default") as caught:

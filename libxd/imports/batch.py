@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -164,7 +163,7 @@ def _extras(records: list[Record], lengths: list[int]) -> dict[str, np.ndarray]:
     return said
 
 
-def numbered(keys: Iterable[Hashable | Any]) -> np.ndarray:
+def numbered(keys: Iterable[Hashable]) -> np.ndarray:
     """int32: keys as numbers from 0, equal ones alike, in the order in which each first comes."""
-    known: dict[Any, int] = {}
+    known: dict[Hashable, int] = {}
     return np.array([known.setdefault(key, len(known)) for key in keys], np.int32)
