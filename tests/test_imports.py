@@ -306,6 +306,8 @@ def test_zeros_to_the_end_are_taken_as_scored_and_spoken_of(tmp_path):
         (changed(1, active=np.ones(2, bool)), "another length.*/active|/active.*another length"),
         (changed(1, logprobs={"rollout": floats(-1), "training": floats(-1, -1, -1)}), "another length"),
         (changed(1, logprobs={"rollout": floats(-1, -1, -1)}), "other sides"),
+        (changed(1, token_ids=np.array([5.0, 6.0, 9.5])), "another type.*found float64, expected integer"),
+        (changed(1, active=np.array([0, 0, 1])), "another type.*found int64, expected bool"),
         (changed(1, prompt_len=4), "longer than its sequence"),
         (changed(1, active=np.ones(3, bool)), "prompt's token is active"),
         (changed(1, advantage=np.ones(2)), "another length"),
