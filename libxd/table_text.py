@@ -20,6 +20,8 @@ CLAIMS = {
     "S3": "the milestone configuration, on the hardware and the engines that its attempts name",
 }
 
+_CLAIM_OF_IMPORTED = "Scored by others: xd saw tokens, masks and logprobs, and neither engines nor weights nor settings"
+
 _HEAD = ("changed knob", "verdict", "mismatches", "mean", "p99", "max", "side", "mean", "max", "floor")
 _RIGHT = (False, False, True, True, True, True, False, True, True, False)
 _LEAST = (12, 8, 10, 7, 7, 7, 8, 7, 7, 6)  # widths: so that most tables are laid out alike
@@ -55,15 +57,19 @@ def title(table: Table) -> list[str]:
     """Which experiment it is, under which contract, and what its scenario level shows."""
     first = table.rows[0].requested
     bound = first["contract"]
+    scenario = "imported" if table.rows[0].is_imported else first["scenario_id"]
+    dtype = f"{bound['dtype']}, as declared" if table.rows[0].is_imported else bound["dtype"]
     named = (
-        f"{first['experiment_id']} ({first['scenario_id']}): contract {bound['source']} version {bound['version']}, "
-        f"threshold {table.threshold:g} nats ({bound['dtype']})"
+        f"{first['experiment_id']} ({scenario}): contract {bound['source']} version {bound['version']}, "
+        f"threshold {table.threshold:g} nats ({dtype})"
     )
     return [line for text in (named, claim(table.rows)) for line in textwrap.wrap(plain(text), WIDTH)]
 
 
 def claim(rows: list[Row]) -> str:
     """What the scenario level of these rows shows, and what it does not."""
+    if rows[0].is_imported:
+        return _CLAIM_OF_IMPORTED
     scenario = rows[0].requested["scenario"]
     shown = CLAIMS[scenario["level"]].format(engines=_engines(rows))
     return f"{scenario['level']} on {scenario['device']} shows {shown}"
@@ -107,6 +113,8 @@ def _legend(table: Table) -> list[str]:
         of = "the baseline" if len(table.floors) == 1 else f"baseline {floors.baseline.tried.attempt_id}"
         values = [f"{side} mean {number(f[0])}, max {number(f[1])}" for side, f in floors.sides.items()]
         noise.append(f"Noise floor ({times} of {of}): {'; '.join(values)}.")
+    if table.rows[0].is_imported:
+        return ["In nats, over active tokens. Nothing is known of a baseline, so no effect is shown."]
     return [
         "In nats, over active tokens. Effect: |logprob here - logprob of the baseline|, same tokens, same side.",
         *(noise or [_NO_FLOOR]),

@@ -15,14 +15,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from comparison_fixtures import rewrite_json, scored
+from comparison_fixtures import floats, rewrite_json, scored
 from report_fixtures import ACTIVE, HOSTILE, LENGTHS, LOGPROBS, TOKENS, Page, Words, judged, make, moved, report
 
-from libxd import bootstrap, canon, comparison, effect, impact, pairs, resume, schema, scores, table
+from libxd import bootstrap, canon, comparison, effect, impact, pairs, resume, schema, scores, seal, table
 from libxd.difference import Difference
 from libxd.errors import Status, XdError
+from libxd.identity import UNPROCESSED
+from libxd.imports import publish
+from libxd.imports.batch import Batch
+from libxd.imports.record import Record
+from libxd.imports.request import Declared
 from libxd.report import answer, content, formats, markdown, page, run, strip, survey, text, vocabulary
-from libxd.rundir import Attempt
+from libxd.rundir import SIDES, Attempt
 from libxd.table_text import WIDTH
 
 FORMATS = ("html", "text", "md", "json")
@@ -430,6 +435,30 @@ def test_what_nobody_declares_is_said_to_be_so(said):
     schema.validate("report", value, "report")
     shown = Page(page.html({**value, "answer": answer.of(value)}))
     assert "nobody declares" in shown.said and "not at hand" in shown.said and "None" not in shown.said
+
+
+def test_the_steps_of_others_are_one_report_without_a_baseline(tmp_path):
+    """Imported attempts, each of its own tokens: no baseline is made up, and each step has its figures."""
+    semantics = {"logprobs": "raw", **UNPROCESSED}
+    declared = Declared(dict.fromkeys(SIDES, "float32"), checkpoint="c" * 64, semantics=semantics)
+    for step, by in enumerate((0.0, 0.5)):
+        sides = {"rollout": floats(np.nan, -1, -2), "training": floats(np.nan, -1, -2 - by)}
+        batch = Batch.of_records([Record(np.array([step, 6, 7]), 1, np.arange(3) > 0, sides)], "dump.jsonl")
+        attempt = publish.begin(tmp_path, "mine", f"step {step}", batch, declared)
+        for side in SIDES:
+            publish.add(attempt, side, batch)
+        comparison.compare(attempt)
+        seal.seal(attempt)
+    found = report(tmp_path / "mine")
+    assert [each["name"] for each in found.value["cases"]] == ["step 0", "step 1"]
+    assert found.value["answer"]["what"] == "1 of 2 judged cases differs beyond 1e-05 nats."
+    assert "Others scored this" in found.value["answer"]["which"][-1]["said"]
+    assert found.value["identity"]["sequences"] is None and found.value["identity"]["checkpoint"] == "c" * 64
+    assert answer.baseline(found.value["cases"]) is None
+    shown = Page(formats.render(found, "html").decode())
+    assert not shown.unbalanced and "imported" in shown.said and "The line is the baseline" not in shown.said
+    for form in ("text", "md", "json"):
+        formats.render(found, form)
 
 
 def test_no_effect_is_hidden_by_the_axis(said):

@@ -20,8 +20,8 @@ def of(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def baseline(cases: list[Case]) -> Case | None:
-    """The first case that changes nothing and was judged."""
-    return next((case for case in cases if _unchanged(case) and not case["repeat"] and _judged(case)), None)
+    """The first attempt at the baseline that was judged."""
+    return next((case for case in cases if case["baseline"] and not case["repeat"] and _judged(case)), None)
 
 
 def ranked(value: dict[str, Any]) -> list[tuple[Case, dict[str, Any]]]:
@@ -99,11 +99,9 @@ def _worth(base: Case) -> str:
 def _which(value: dict[str, Any], cases: list[Case]) -> list[dict[str, Any]]:
     changed = [case for case in cases if not _unchanged(case) and _judged(case)]
     base = baseline(cases)
-    named = base.get("findings") if base is not None else None
-    doctor = []
-    if named:
-        first = f"{named[0]['cause']}, {named[0]['summary']}"
-        doctor = [_said(f"The doctor's first candidate cause for the baseline: {first}.")]
+    doctor = _doctor([base] if base is not None else cases)
+    if value["imported"]:
+        return [*doctor, _said("Others scored this, and what they changed is unknown: nothing points to a knob.")]
     if not changed:
         return [*doctor, _said("No case with a changed knob was judged, so nothing points to one.")]
     out = []
@@ -130,6 +128,15 @@ def _which(value: dict[str, Any], cases: list[Case]) -> list[dict[str, Any]]:
     if within := [case for case in changed if case["effects"] and id(case) not in shown]:
         out.append(_said("Moves no more than a repeat does, or not surely more:", within))
     return out or [_said("No changed knob could be set beside the baseline; the notes of the table say why.")]
+
+
+def _doctor(cases: list[Case]) -> list[dict[str, Any]]:
+    """The first candidate cause of the first case that has one."""
+    for case in cases:
+        for first in case.get("findings", ())[:1]:
+            of = f"{case['name']}: {first['cause']}, {first['summary']}"
+            return [_said(f"The doctor's first candidate cause for {of}.")]
+    return []
 
 
 def _said(what: str, cases: list[Case] | None = None, said: list[str] | None = None) -> dict[str, Any]:
@@ -169,7 +176,7 @@ def _turned(change: dict[str, Any], sign: int) -> dict[str, Any]:
 
 def _sure(value: dict[str, Any], cases: list[Case]) -> list[str]:
     said = []
-    if not value["floors"]:
+    if not value["floors"] and not value["imported"]:
         said.append("The noise floor was not measured: no repeat of the baseline (xd-plan --repeats 1 plans one).")
     for floors in value["floors"]:
         times = "1 repeat" if floors["repeats"] == 1 else f"{floors['repeats']} repeats"

@@ -18,12 +18,14 @@ _FAR = 10  # times the threshold: of such mismatches is made more
 
 
 def section(
-    index: int, case: dict[str, Any], threshold: float, base: dict[str, Any] | None, span: tuple[int, int]
+    index: int,
+    case: dict[str, Any],
+    threshold: float,
+    base: dict[str, Any] | None,
+    span: tuple[int, int],
+    opened: bool,
 ) -> str:
-    """A fold of the page. base: the baseline, beside which it is drawn; None for itself, which is open from the start.
-
-    span: decades of |d| that all cases share.
-    """
+    """A fold of the page. base: another case beside which it is drawn; span: decades of |d| that all cases share."""
     body = [f'<p class="note">{text(case["reason"])}</p>' if case["reason"] else ""]
     if case["violations"]:
         listed = "".join(
@@ -40,8 +42,8 @@ def section(
     body += [_digests(case)] if case["digests"] else []
     short = f"mean {number(case['logprob_difference']['mean_absolute'])} nats" if case["counts"] else ""
     return (
-        f'<details class="case"{"" if base else " open"}><summary>{chip(case["verdict"])} <span>{changed(case)}</span>'
-        f'<span class="off">{short}</span></summary><div id="case-{index}">{"".join(body)}</div></details>'
+        f'<details class="case"{" open" if opened else ""}><summary>{chip(case["verdict"])} '
+        f'<span>{changed(case)}</span><span class="off">{short}</span></summary><div id="case-{index}">{"".join(body)}</div></details>'
     )
 
 

@@ -53,5 +53,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
             yield from _flat(item, f"{path}.{plain(key)}" if path else plain(key))
     elif isinstance(value, list) and all(isinstance(item, str) for item in value):
         yield path, plain(" ".join(value)) or "none"
+    elif value is None:
+        yield path, "none"
     else:
         yield path, plain(value if isinstance(value, str) else canon.dumps(value).decode())

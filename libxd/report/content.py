@@ -54,7 +54,7 @@ def read(rows: list[Row], vocabulary: Vocabulary | None, redact: bool, done: Cal
         raise XdError(f"a report is of one experiment, these attempts are of {what}", code="several-experiments",
                       found=named or "no rows", expected="one", hint="give one run directory")  # fmt: skip
     (judged,) = found
-    first = judged.rows[0].requested
+    first, imported = judged.rows[0].requested, judged.rows[0].is_imported
     windows = WINDOWS_OF_FEW if len(rows) <= _MANY else WINDOWS_OF_MANY
     cases = []
     for row in judged.rows:
@@ -62,11 +62,14 @@ def read(rows: list[Row], vocabulary: Vocabulary | None, redact: bool, done: Cal
         done()
     value = {
         "schema_version": SCHEMA_VERSION,
-        **{name: first[name] for name in ("experiment_id", "scenario_id", "scenario", "contract")},
+        **{name: first[name] for name in ("experiment_id", "contract")},
+        "imported": imported,
+        "scenario_id": None if imported else first["scenario_id"],
+        "scenario": None if imported else first["scenario"],
         "claim": claim(judged.rows),
         "threshold": judged.threshold,
         "redacted": redact,
-        "identity": _identity(first["identity"]),
+        "identity": _identity([row.requested["identity"] for row in judged.rows]),
         "floors": [
             {
                 "baseline": cases[judged.rows.index(floors.baseline)]["name"],
@@ -88,20 +91,17 @@ def read(rows: list[Row], vocabulary: Vocabulary | None, redact: bool, done: Cal
     return Report(judged, {**value, "answer": answer.of(value)})
 
 
-def _identity(identity: dict[str, Any]) -> dict[str, Any]:
-    """What both sides had to score, by digest."""
-    sequences, tokenizer = identity["sequences"], identity["tokenizer"]
-    return {
-        "checkpoint": identity["checkpoint"]["digest"],
-        "tokenizer": tokenizer["digest"],
-        "sequences": sequences["digest"],
-        "num_sequences": sequences["num_sequences"],
-        "num_tokens": sequences["num_tokens"],
-        "num_active": sequences["num_active"],
-        "semantics": identity["semantics"],
-        "rollout_mode": identity["rollout_mode"],
-        "model_state": identity["model_state"],
-    }
+def _identity(identities: list[dict[str, Any]]) -> dict[str, Any]:
+    """What both sides had to score; null where that is not at hand, or not the same for all rows."""
+    found = [
+        {
+            **{name: each[name]["digest"] for name in ("checkpoint", "tokenizer", "sequences")},
+            **{name: each["sequences"][name] for name in ("num_sequences", "num_tokens", "num_active")},
+            **{name: each[name] for name in ("semantics", "rollout_mode", "model_state")},
+        }
+        for each in identities
+    ]
+    return {name: value if all(each[name] == value for each in found) else None for name, value in found[0].items()}
 
 
 def _case(row: Row, windows: tuple[int, int], vocabulary: Vocabulary | None, redact: bool) -> dict[str, Any]:
@@ -110,6 +110,7 @@ def _case(row: Row, windows: tuple[int, int], vocabulary: Vocabulary | None, red
     numbers = comparison if comparison is not None and comparison["counts"] is not None else None
     return {
         **{name: row.requested[name] for name in ("case_id", "repeat", "intervention")},
+        "baseline": row.is_baseline,
         "attempt": row.attempt.attempt_id if row.attempt else None,
         "verdict": row.verdict,
         "reason": row.reason,

@@ -62,19 +62,23 @@ def _body(value: dict[str, Any]) -> Iterator[str]:
 
 
 def _header(value: dict[str, Any]) -> str:
-    bound, identity = value["contract"], value["identity"]
+    bound, identity, scenario = value["contract"], value["identity"], value["scenario"]
     facts = [
         ("Contract", f"{text(bound['source'])} version {text(bound['version'])}"),
         ("Threshold", f"{value['threshold']:g} nats ({text(bound['dtype'])})"),
-        ("Sequences", f"{identity['num_sequences']}" if identity["num_sequences"] is not None else "not at hand"),
-        ("Active tokens", f"{identity['num_active']}" if identity["num_active"] is not None else "not at hand"),
-        ("Level", f"{text(value['scenario']['level'])} on {text(value['scenario']['device'])}"),
+        ("Sequences", _given(identity["num_sequences"])),
+        ("Active tokens", _given(identity["num_active"])),
+        ("Level", f"{scenario['level']} on {scenario['device']}" if scenario else "imported"),
     ]
     listed = "".join(f"<div><dt>{name}</dt><dd>{said}</dd></div>" for name, said in facts)
     return (
-        f'<header><h1>{text(value["experiment_id"])} <small>{text(value["scenario_id"])}</small></h1>'
+        f'<header><h1>{text(value["experiment_id"])} <small>{text(value["scenario_id"] or "")}</small></h1>'
         f'<dl class="facts">{listed}</dl></header>'
     )
+
+
+def _given(value: int | str | None) -> str:
+    return "not at hand, or not one" if value is None else text(value)
 
 
 def _answer(value: dict[str, Any]) -> str:
@@ -207,12 +211,13 @@ def _signed(value: float | None) -> str | None:
 
 def _cases(value: dict[str, Any]) -> str:
     base = answer.baseline(value["cases"])
+    first = base or value["cases"][0]
     spans = [case["distribution"] for case in value["cases"] if case["distribution"] and case["distribution"]["counts"]]
     edges = [found["first_log10"] for found in spans]
     ends = [found["first_log10"] + len(found["counts"]) / found["bins_per_decade"] for found in spans]
     axis = svg.decades([10.0 ** each for each in (*edges, *ends)] + ([value["threshold"]] if spans else []))
     sections = "".join(
-        section(index, case, value["threshold"], None if case is base else base or case, axis)
+        section(index, case, value["threshold"], None if case is base else base, axis, opened=case is first)
         for index, case in enumerate(value["cases"])
     )
     buttons = "".join(
@@ -271,11 +276,11 @@ def _meant(semantics: dict[str, Any] | None) -> str:
 def _reading(value: dict[str, Any]) -> str:
     identity, semantics = value["identity"], value["identity"]["semantics"]
     digests = [
-        (name, text(identity[name]) if identity[name] else "not at hand")
-        for name in ("checkpoint", "tokenizer", "sequences")
+        (name, _given(identity[name])) for name in ("checkpoint", "tokenizer", "sequences")
     ]
     mode = identity["rollout_mode"] or "not declared"
-    scored = f"{_meant(semantics)}; rollout mode {mode}; weights {identity['model_state'].replace('_', '-')}"
+    weights = (identity["model_state"] or "of several states").replace("_", "-")
+    scored = f"{_meant(semantics)}; rollout mode {mode}; weights {weights}"
     said = [
         "A verdict says whether the two sides agree within the contract's threshold. What a knob did is its effect: "
         "the same side of two cases, token by token, against the noise floor, which is what a repeat of the baseline "
