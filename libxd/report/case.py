@@ -43,7 +43,8 @@ def section(
     short = f"mean {number(case['logprob_difference']['mean_absolute'])} nats" if case["counts"] else ""
     return (
         f'<details class="case"{" open" if opened else ""}><summary>{chip(case["verdict"])} '
-        f'<span>{changed(case)}</span><span class="off">{short}</span></summary><div id="case-{index}">{"".join(body)}</div></details>'
+        f'<span>{changed(case)}</span><span class="off">{short}</span></summary>'
+        f'<div id="case-{index}">{"".join(body)}</div></details>'
     )
 
 

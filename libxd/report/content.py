@@ -55,6 +55,7 @@ def read(rows: list[Row], vocabulary: Vocabulary | None, redact: bool, done: Cal
                       found=named or "no rows", expected="one", hint="give one run directory")  # fmt: skip
     (judged,) = found
     first, imported = judged.rows[0].requested, judged.rows[0].is_imported
+    seen = [row for row in judged.rows if row.comparison] or judged.rows[:1]
     windows = WINDOWS_OF_FEW if len(rows) <= _MANY else WINDOWS_OF_MANY
     cases = []
     for row in judged.rows:
@@ -69,7 +70,7 @@ def read(rows: list[Row], vocabulary: Vocabulary | None, redact: bool, done: Cal
         "claim": claim(judged.rows),
         "threshold": judged.threshold,
         "redacted": redact,
-        "identity": _identity([row.requested["identity"] for row in judged.rows]),
+        "identity": _identity([row.requested["identity"] for row in seen]),
         "floors": [
             {
                 "baseline": cases[judged.rows.index(floors.baseline)]["name"],
@@ -92,7 +93,7 @@ def read(rows: list[Row], vocabulary: Vocabulary | None, redact: bool, done: Cal
 
 
 def _identity(identities: list[dict[str, Any]]) -> dict[str, Any]:
-    """What both sides had to score; null where that is not at hand, or not the same for all rows."""
+    """What both sides had to score; null where that is not at hand, or not the same for all."""
     found = [
         {
             **{name: each[name]["digest"] for name in ("checkpoint", "tokenizer", "sequences")},
