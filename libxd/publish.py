@@ -8,6 +8,7 @@ there already is compared as it would be written, and nothing is: so an archive 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -48,6 +49,16 @@ def publish_json(path: str | os.PathLike[str], schema_name: str, value: Any) -> 
         error.where = error.where or str(path)
         raise
     return publish(path, data)
+
+
+def require_place(path: str | os.PathLike[str]) -> None:
+    """XdError 73 for a place that cannot be written: before minutes of work, not after them."""
+    path = Path(path)
+    if path.is_dir():
+        raise cannot_write(path, IsADirectoryError(errno.EISDIR, "is a directory"))
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        error = OSError(0, "no such directory" if not path.parent.is_dir() else "permission denied")
+        raise cannot_write(path, error)
 
 
 @contextlib.contextmanager

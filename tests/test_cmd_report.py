@@ -54,7 +54,8 @@ def test_the_suffix_says_the_format_and_an_output_is_kept(xd, made, tmp_path):
         (("--out", "r.pdf"), 2, "names no format"),
         (("--format", "png"), 2, "give --out"),
         (("--tokenizer", "nowhere"), 66, "tokenizer.json"),
-        (("--out", "nowhere/r.html"), 73, "cannot be written"),
+        (("--out", "nowhere/r.html"), 73, "no such directory"),
+        (("--out", "/", "--format", "html"), 73, "is a directory"),
     ],
 )
 def test_what_cannot_be_asked(xd, made, tmp_path, arguments, status, what):

@@ -41,6 +41,7 @@ def cli(
     every knob as requested, materialised and shown, environments, and digests. An HTML report is one file that needs
     no network. The same evidence gives the same bytes.
     """
+    from libxd import publish
     from libxd.report import content, formats, vocabulary
 
     form = form or (_BY_SUFFIX.get(out.suffix.lower()) if out else "text")
@@ -48,6 +49,8 @@ def cli(
         raise click.UsageError(f"the suffix of {out} names no format: give --format")
     if form == "png" and out is None:
         raise click.UsageError("a picture is no text: give --out")
+    if out is not None:
+        publish.require_place(out)
     rows = _rows(console, runs)
     words = None
     if rows and not redact:

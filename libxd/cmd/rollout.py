@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,7 +64,7 @@ def cli(console: Console, files: tuple[str, ...], model: str, out: Path, runtime
     """
     from libxd.runtimes import registry
 
-    _check_place(out)
+    publish.require_place(out)
     rows = prompts.parse(_lines(console, files), ", ".join(files) or "stdin")[:limit]
     chosen = sampling.Sampling(**settings)
     open_generator = getattr(registry.load(runtime), "generator", None)
@@ -92,15 +90,6 @@ def _lines(console: Console, files: tuple[str, ...]) -> Iterator[tuple[str, byte
             yield from console.rows_of_stdin("prompts")
         else:
             yield from prompts.rows(strictjson.read_bytes(file), file)
-
-
-def _check_place(out: Path) -> None:
-    """Refuse a place that cannot be written before minutes of sampling, not after them."""
-    if os.path.isdir(out):
-        raise publish.cannot_write(out, IsADirectoryError(errno.EISDIR, "is a directory"))
-    if not os.access(out.parent, os.W_OK | os.X_OK):
-        error = OSError(0, "no such directory" if not out.parent.is_dir() else "permission denied")
-        raise publish.cannot_write(out, error)
 
 
 def _progress(console: Console, total: int) -> Any:
