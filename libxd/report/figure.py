@@ -32,8 +32,9 @@ def png(value: dict[str, Any]) -> bytes:
         _effects(figure.add_axes((0.36, 0.2, 0.5, 0.58)), found, value)
     else:
         figure.text(0.04, 0.6, _plain(value["answer"]["which"][0]["said"]), fontsize=15)
-    foot = textwrap.wrap(_plain(" ".join(value["answer"]["sure"])), 170)
-    figure.text(0.04, 0.12, "\n".join(foot[:4]), fontsize=11, color=_GREY, va="top")
+    *sure, claim = value["answer"]["sure"]
+    foot = textwrap.wrap(_plain(" ".join(sure)), 170, max_lines=3, placeholder=" …")
+    figure.text(0.04, 0.12, "\n".join([*foot, *textwrap.wrap(_plain(claim), 170)]), fontsize=11, color=_GREY, va="top")
     out = io.BytesIO()
     figure.savefig(out, format="png", metadata={"Software": None})
     return out.getvalue()
