@@ -112,7 +112,7 @@ def _which(value: dict[str, Any], cases: list[Case]) -> list[dict[str, Any]]:
                 out.append(_said(f"{what}:", some))
         if not turned and base["verdict"] == "MISMATCH":
             out.append(_said("No single change makes it go away, so no verdict names a cause; the effects may."))
-    out += doctor
+    out = [*out, *doctor]
     moved = ranked(value)
     if moved:
         what = "Moves its side most, in nats a token, over a floor that was not measured:"
@@ -127,7 +127,9 @@ def _which(value: dict[str, Any], cases: list[Case]) -> list[dict[str, Any]]:
     shown = [id(case) for case, _ in moved] + [id(case) for case in still]
     if within := [case for case in changed if case["effects"] and id(case) not in shown]:
         out.append(_said("Moves no more than a repeat does, or not surely more:", within))
-    return out or [_said("No changed knob could be set beside the baseline; the notes of the table say why.")]
+    if out == doctor:
+        out.append(_said("No changed knob could be set beside the baseline; the notes of the table say why."))
+    return out
 
 
 def _doctor(cases: list[Case]) -> list[dict[str, Any]]:

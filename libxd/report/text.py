@@ -105,7 +105,9 @@ def _conditions(value: dict[str, Any]) -> list[str]:
 
 
 def _columns(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """A head, a rule and rows; the first column gives way where the line would be too long."""
+    """A head, a rule and rows; an empty column is left out, the first gives way where the line would be too long."""
+    filled = [i for i in range(len(head)) if any(row[i] for row in rows)]
+    head, *rows = (tuple(row[i] for i in filled) for row in (head, *rows))
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     widths[0] = max(12, min(widths[0], WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1)))
     out = [_line(head, widths), "-" * min(WIDTH, sum(widths) + 2 * (len(widths) - 1))]
