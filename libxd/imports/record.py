@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 
 #: what was done to the logits before the softmax, where the dump does not say: a value of its own, never a default
-UNKNOWN_SEMANTICS: dict[str, Any] = {
-    "temperature": None, "top_p": None, "top_k": None,
-    "penalties": {"repetition": None, "presence": None, "frequency": None},
-}  # fmt: skip
+UNKNOWN_SEMANTICS: dict[str, Any] = {"temperature": None, "top_p": None, "top_k": None, "penalties": None}
 
 
 @dataclass(frozen=True)
