@@ -26,7 +26,7 @@ _BETWEEN = b" \t\r\n,"
 
 
 def rows(path: Path, notes: Notes) -> Iterator[Row]:
-    """The objects as rows. XdError 66 or 65: no such file, no JSON, cut off, an entry that is no object, none at all."""
+    """The objects as rows. XdError 66 or 65: no such file, no JSON, cut off, no object, none at all."""
     count = 0
     for line, data in _entries(path):
         where = f"{path}:{line}"

@@ -1,4 +1,4 @@
-"""One entry of a foreign file: its named fields, each taken by the type it must have, and where it stands if it has not.
+"""One entry of a foreign file: its named fields, each taken by the type it must have, or an error that says where.
 
 A field that is null counts as absent. Nothing is converted that could be meant otherwise: `true` is no integer, "3" is
 no number, a text is no list.
@@ -210,7 +210,7 @@ class Row:
         elif _BASE64.fullmatch(value):
             what = "base64"
         return self.error(name, f"{name} is {what}, not a list of numbers", found=_shown(value),
-                          hint="write it as a JSON list (.tolist()): what was printed or packed may have been cut")  # fmt: skip
+                          hint="write it as a JSON list (.tolist())")  # fmt: skip
 
 
 class Misfit:
