@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-#: what was done to the logits before the softmax, where the dump does not say: a value of its own, never a default
+#: what was done to the logits before the softmax, where a dump does not say: a value of its own, never a default
 UNKNOWN_SEMANTICS: dict[str, Any] = {"temperature": None, "top_p": None, "top_k": None, "penalties": None}
 
 
@@ -16,11 +16,11 @@ UNKNOWN_SEMANTICS: dict[str, Any] = {"temperature": None, "top_p": None, "top_k"
 class Record:
     """One sequence of L tokens, prompt and response.
 
-    token_ids: integers [L]. prompt_len: how many of them are prompt; None where the dump holds the response alone and
-    does not say. active: bool [L], the tokens that decide. logprobs: side -> float32 [L] in nats, index i of token i
-    given the tokens before it, NaN where the dump has none. prompt: equal for samples of one prompt (a group); None:
-    unknown. advantage: a number or float [L]. version: of the policy that gave it (a step). where: its place in the
-    dump, for messages.
+    token_ids: integers [L]. prompt_len: how many of them are prompt; None where the dump holds the response alone.
+    active: bool [L], the tokens that decide. logprobs: side -> float32 [L] in nats, index i of token i given the tokens
+    before it, NaN where the dump has none. prompt: equal for samples of one prompt (a group); None: unknown.
+    advantage: a number, or float [L]. version: of the policy that sampled (a step). where: its place in the dump, for
+    messages.
     """
 
     token_ids: np.ndarray

@@ -38,6 +38,7 @@ def joined(
     prompt: np.ndarray | None,
     response: np.ndarray,
     of_response: Mapping[str, np.ndarray],
+    /,
     *,
     active: np.ndarray | None = None,
     of_prompt: Mapping[str, np.ndarray] | None = None,

@@ -1,0 +1,71 @@
+"""xd-import: turn somebody else's dump of token ids and logprobs into an attempt, or into the other side of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from libxd import console
+from libxd.console import Console
+from libxd.errors import Status, XdError
+from libxd.imports import formats
+from libxd.rundir import SIDES, Attempt
+
+EXAMPLES = """
+# what vLLM sampled beside what a trainer recomputed of the same tokens: an attempt, judged and sealed
+xd-import vllm requests.json --side rollout --runs runs --experiment mine --dtype bfloat16 |
+  xd-import csv trainer.csv --map logprob=logp --side training | xd-compare | xd-seal
+
+# a dump that holds both sides; whose weights they were and what was done to the logits is declared
+xd-import prime-rl token_exports/step_3/rank_0.jsonl --side both --runs runs --experiment mine --dtype bfloat16 \\
+  --checkpoint models/mine --semantics temperature=0.8 --name 'step 3'
+"""
+
+
+@console.command("xd-import", EXAMPLES)
+@click.argument("format", type=click.Choice(formats.NAMES))
+@click.argument("files", nargs=-1, required=True, type=console.PATH, metavar="FILE...")
+@click.option("--side", required=True, type=click.Choice([*SIDES, "both"]), help="Whose logprobs the files hold.")
+@click.option("--runs", type=console.PATH, help="Make a new attempt under this directory.")
+@click.option("--experiment", metavar="NAME", help="With --runs: the experiment that it is of.")
+@click.option("--into", metavar="ATTEMPT", help="Add the side to this attempt; without --runs it is read from stdin.")
+@click.option("--map", "mapped", multiple=True, metavar="TARGET=COLUMN",
+              help="csv, parquet, jsonl: the column that holds what xd calls TARGET (several times).")
+@click.option("--name", default="imported", show_default=True, help="With --runs: what tables call it.")
+@click.option("--dtype", "dtypes", multiple=True, metavar="[SIDE=]DTYPE",
+              help="With --runs: what the sides computed in, by which the contract chooses the threshold; no default.")
+@click.option("--checkpoint", metavar="DIR|DIGEST", help="With --runs: the weights that both sides held.")
+@click.option("--tokenizer", type=console.PATH, help="With --runs: the tokenizer's directory, to show text by.")
+@click.option("--semantics", metavar="raw|KEY=VALUE,…",
+              help="With --runs: what was done to the logits on both sides: raw for nothing, else temperature, top_p, "
+              "top_k, repetition, presence or frequency.")
+@click.option("--rollout-mode", type=click.Choice(["decode", "prefill"]), help="With --runs: how the rollout scored.")
+@click.option("--contract", default="ws1", show_default=True, help="With --runs: the numerical contract that judges.")
+def cli(
+    console: Console, format: str, files: tuple[Path, ...], side: str, runs: Path | None, experiment: str | None,
+    into: str | None, mapped: tuple[str, ...], **declared: Any,
+) -> None:  # fmt: skip
+    """Import the token ids and logprobs of a dump (FORMAT FILE...), strictly and without loss, and print the attempt.
+
+    The first side makes an attempt (--runs, --experiment); the other is added to it, if its tokens and its mask are the
+    same. What no dump holds (weights, knobs, what was done to the logits) stays unknown unless it is declared, and the
+    verdict is then INVALID_IDENTITY, with all differences written. A missing logprob is NaN. Whatever is not as the
+    format says is an error that names file, line and field; then nothing is written. docs/import.md has the fields.
+    """
+    if (runs is None) != (experiment is None):
+        raise click.UsageError("--runs and --experiment go together")
+    if runs is not None and into is not None:
+        raise click.UsageError("--runs makes an attempt and --into takes one: give one of them")
+    given = sorted(name for name, value in declared.items() if value and value not in ("imported", "ws1"))
+    if runs is None and given:
+        raise click.UsageError(f"--{given[0].replace('_', '-').removesuffix('s') if given[0] == 'dtypes' else given[0]} "
+                               "is declared when an attempt is made: with --runs")
+    sides = SIDES if side == "both" else (side,)
+    if runs is not None:
+        _import(console, _Wanted(format, files, sides, mapped), runs=runs, experiment=experiment, declared=declared)
+        return
+    for attempt in _one(console, into):
+        _import(console, _Wanted(format, files, sides, mapped), attempt=attempt)
