@@ -59,13 +59,68 @@ def cli(
         raise click.UsageError("--runs and --experiment go together")
     if runs is not None and into is not None:
         raise click.UsageError("--runs makes an attempt and --into takes one: give one of them")
-    given = sorted(name for name, value in declared.items() if value and value not in ("imported", "ws1"))
-    if runs is None and given:
-        raise click.UsageError(f"--{given[0].replace('_', '-').removesuffix('s') if given[0] == 'dtypes' else given[0]} "
-                               "is declared when an attempt is made: with --runs")
+    if runs is None and (said := _declared_in_vain(declared)):
+        raise click.UsageError(f"{said} is declared when an attempt is made: with --runs")
+    from libxd.imports import dump
+    from libxd.imports.formats import columns
+
     sides = SIDES if side == "both" else (side,)
-    if runs is not None:
-        _import(console, _Wanted(format, files, sides, mapped), runs=runs, experiment=experiment, declared=declared)
-        return
-    for attempt in _one(console, into):
-        _import(console, _Wanted(format, files, sides, mapped), attempt=attempt)
+    mapping = columns.mapping(mapped)
+    for given in [None] if runs is not None else _attempt(console, into):
+        with console.guard():
+            target = Attempt.open(given) if given is not None else None
+            read = dump.read(format, files, sides, mapping)
+            if target is None:
+                target = _begin(runs, experiment, read, **declared)
+            _add(console, target, read)
+            console.emit(str(target))
+
+
+def _declared_in_vain(declared: dict[str, Any]) -> str | None:
+    """The first option that only a new attempt can take and that stands on the command line."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if parameter.name in declared and source is click.core.ParameterSource.COMMANDLINE:
+            return parameter.opts[0]
+    return None
+
+
+def _attempt(console: Console, into: str | None) -> Iterator[str]:
+    """The attempt that is given, or the one on stdin. XdError 2 for several: a dump is of one."""
+    paths = list(console.operands([into] if into is not None else [], "--into, or an attempt"))
+    if len(paths) > 1:
+        raise XdError("a dump is of one attempt", status=Status.USAGE, code="usage", where="stdin", found=len(paths),
+                      expected=1, hint="import each with its own dump")  # fmt: skip
+    if not paths:
+        console.info("no attempt, nothing imported")
+    yield from paths
+
+
+def _begin(
+    runs: Path | None, experiment: str | None, read: Any, *, name: str, dtypes: tuple[str, ...], checkpoint: str | None,
+    tokenizer: Path | None, semantics: str | None, rollout_mode: str | None, contract: str,
+) -> Attempt:  # fmt: skip
+    from libxd.imports import declarations, publish
+    from libxd.imports.request import Declared
+
+    declared = Declared(
+        declarations.dtypes(dtypes), checkpoint, tokenizer, declarations.semantics(semantics), rollout_mode, contract
+    )
+    assert runs is not None and experiment is not None
+    return publish.begin(runs, experiment, name, read.batch, declared)
+
+
+def _add(console: Console, attempt: Attempt, read: Any) -> None:
+    from libxd.imports import publish
+
+    for number, side in enumerate(read.batch.logprobs):
+        for note in publish.add(attempt, side, read.batch, source=read.source(), extras=number == 0):
+            console.info(note)
+    for note in read.notes:
+        console.info(note)
+    console.info(read.summary())
+    console.info(f"not known from it: {read.unknown}")
+
+
+main = console.entry(cli)
