@@ -1,11 +1,14 @@
 """The objects of a JSON or JSONL file, one after another, in memory that does not grow with the file.
 
 JSONL has an object a line. Anything else is one object, a list of them, or objects one after another, laid out in any
-way: each is cut out by its brackets and parsed by itself. Parsing is strict (`strictjson`).
+way, of which no more is held than one. What is no strict JSON (`strictjson`) is refused.
 """
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import json
 import os
 import re
 import stat
@@ -20,24 +23,19 @@ from libxd.imports.rows import Notes, Row
 _LINES = (".jsonl", ".ndjson")
 _CHUNK = 1 << 20
 _MOST = strictjson.MAX_BYTES  # of one object
-_MARKS = re.compile(rb'["{}\[\]]')
-_IN_STRING = re.compile(rb'["\\]')
-_BETWEEN = b" \t\r\n,"
+_BETWEEN = re.compile(r"[ \t\r\n,]*")
 
 
 def rows(path: Path, notes: Notes) -> Iterator[Row]:
     """The objects as rows. XdError 66 or 65: no such file, no JSON, cut off, no object, none at all."""
     count = 0
-    for line, data in _entries(path):
-        where = f"{path}:{line}"
-        try:
-            value = strictjson.loads(data, where, max_bytes=_MOST)
-        except XdError as error:
-            raise _cut_off(error, data, where) from error
-        if not isinstance(value, dict):
-            raise XdError("is no JSON object", code="not-an-object", where=where, found=_first(value))
-        count += 1
-        yield Row(value, where, notes)
+    with open_regular(path) as file:
+        by_line = path.suffix in _LINES or _first_line_is_whole(file)
+        for where, value in _of_lines(file, path) if by_line else _Laid(file, str(path)).objects():
+            if not isinstance(value, dict):
+                raise XdError("is no JSON object", code="not-an-object", where=where, found=str(value)[:40])
+            count += 1
+            yield Row(value, where, notes)
     if not count:
         raise XdError("holds no entry", code="empty", where=str(path))
 
@@ -56,14 +54,45 @@ def open_regular(path: Path) -> BinaryIO:
     return file
 
 
-def _entries(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(line it begins on, its bytes) of each entry."""
-    with open_regular(path) as file:
-        if path.suffix in _LINES or _first_line_is_whole(file):
-            for place, data in streams.rows(str(path), file, _MOST):
-                yield int(place.rpartition(":")[2]), data
-        else:
-            yield from _Cutter(file, str(path)).entries()
+def _of_lines(file: BinaryIO, path: Path) -> Iterator[tuple[str, Any]]:
+    for where, line in streams.rows(str(path), file, _MOST):
+        try:
+            yield where, _parsed(line, where)
+        except XdError as error:
+            if error.code == "not-json" and line[:1] == b"{" and not line.rstrip().endswith(b"}"):
+                raise _cut_off(where, "line") from error
+            raise
+
+
+def _parsed(data: bytes, where: str) -> Any:
+    """The value, by the parser that is ten times faster unless there is something for the strict one to find.
+
+    Numbers beyond 2^53 or beyond a double are for `Row`, which sees those that are used.
+    """
+    if len(data) <= _MOST:
+        with contextlib.suppress(ValueError, RecursionError, _Suspect):
+            return _DECODER.decode(data.decode("utf-8"))
+    return strictjson.loads(data, where, max_bytes=_MOST)
+
+
+class _Suspect(Exception):
+    """Something that is no strict JSON: `strictjson` says what, and where."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise _Suspect
+    return value
+
+
+def _constant(text: str) -> Any:
+    raise _Suspect
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+_LENIENT = json.JSONDecoder()
+_NEAR = 32  # characters before the end: what is wrong there may only be cut off
 
 
 def _first_line_is_whole(file: BinaryIO) -> bool:
@@ -75,106 +104,102 @@ def _first_line_is_whole(file: BinaryIO) -> bool:
     if not line.rstrip().endswith(b"}"):
         return False
     try:
-        return isinstance(strictjson.loads(line, "", max_bytes=_MOST), dict)
+        return isinstance(_parsed(line, ""), dict)
     except XdError as error:
         return error.code != "not-json"  # whole, and wrong in another way: its line says so
 
 
-class _Cutter:
-    """The objects between an outer pair of brackets, or beside one another, by counting brackets outside of strings."""
+class _Laid:
+    """A file of objects between an outer pair of brackets, or beside one another, over any lines."""
 
     def __init__(self, file: BinaryIO, where: str) -> None:
         self._file = file
+        self._decode = codecs.getincrementaldecoder("utf-8")().decode
         self._where = where
-        self._buffer = b""
-        self._position = 0
+        self._text = ""
+        self._at = 0
         self._line = 1
 
-    def entries(self) -> Iterator[tuple[int, bytes]]:
-        """(line it begins on, its bytes) of each."""
-        listed: int | None = None  # the line that a list begins on, until it ends
+    def objects(self) -> Iterator[tuple[str, Any]]:
+        """(file and line it begins on, value) of each."""
+        listed: str | None = None  # where a list begins, until it ends
         first = True
-        while (mark := self._next()) is not None:
-            if mark == b"[" and first:
-                listed = self._line
-                self._position += 1
-            elif mark == b"]" and listed is not None:
-                self._position += 1
-                if self._next() is not None:
+        while mark := self._next():
+            where = f"{self._where}:{self._line}"
+            if mark == "[" and first:
+                listed = where
+                self._move(self._at + 1)
+            elif mark == "]" and listed is not None:
+                self._move(self._at + 1)
+                if self._next():
                     raise self._unexpected("nothing was expected after the list")
                 return
-            elif mark == b"{":
-                line, entry = self._line, self._object()
-                self._line += entry.count(b"\n")
-                yield line, entry
+            elif mark == "{":
+                yield where, self._object(where)
             else:
                 raise self._unexpected("an object or a list of objects was expected here")
             first = False
         if listed is not None:
-            raise _truncated(f"{self._where}:{listed}", "the list")
+            raise _cut_off(listed, "list")
 
-    def _next(self) -> bytes | None:
-        """The next byte that is neither space nor comma; None at the end."""
+    def _next(self) -> str:
+        """The next character that is neither space nor comma; "" at the end."""
         while True:
-            while (mark := self._buffer[self._position : self._position + 1]) and mark in _BETWEEN:
-                self._line += mark == b"\n"
-                self._position += 1
-            if mark:
-                return mark
+            found = _BETWEEN.match(self._text, self._at)
+            self._move(found.end() if found else self._at)
+            if self._at < len(self._text):
+                return self._text[self._at]
             if not self._more():
-                return None
+                return ""
 
-    def _more(self) -> bool:
+    def _move(self, end: int) -> None:
+        self._line += self._text.count("\n", self._at, end)
+        self._at = end
+
+    def _more(self, least: int = _CHUNK) -> bool:
         """Read on; what lies behind is let go."""
-        more = self._file.read(_CHUNK)
-        self._buffer = self._buffer[self._position :] + more
-        self._position = 0
-        return bool(more)
+        data = self._file.read(least)
+        try:
+            self._text = self._text[self._at :] + self._decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            raise XdError("not UTF-8", code="not-utf8", where=f"{self._where}, after line {self._line}") from error
+        self._at = 0
+        return bool(data)
 
-    def _object(self) -> bytes:
-        depth, at, in_string = 0, self._position, False
+    def _object(self, where: str) -> Any:
+        """The object that begins here. What does not end within what was read is tried again with twice as much."""
+        decoder = _DECODER
         while True:
-            found = (_IN_STRING if in_string else _MARKS).search(self._buffer, at)
-            if found is None:
-                at = self._read_on(max(at, len(self._buffer)))
-            elif in_string and found[0] == b"\\":
-                at = found.end() + 1  # what is escaped may still be to come; searching past the end finds nothing
-            elif found[0] == b'"':
-                in_string, at = not in_string, found.end()
+            try:
+                value, end = decoder.raw_decode(self._text, self._at)
+            except (_Suspect, RecursionError):
+                if decoder is _LENIENT:
+                    return strictjson.loads(self._text[self._at :], where, max_bytes=_MOST)
+                decoder = _LENIENT  # to find where it ends
+            except json.JSONDecodeError as error:
+                unended = error.pos > len(self._text) - _NEAR or error.msg.startswith("Unterminated")
+                if not unended or not self._more(max(_CHUNK, len(self._text) - self._at)):
+                    raise self._not_json(error, where) from error
+                if len(self._text) > _MOST:
+                    raise XdError("one entry is too large", code="too-large", where=where, expected=f"at most {_MOST} "
+                                  "characters", hint="write JSONL, one sequence a line") from error  # fmt: skip
             else:
-                depth, at = depth + (1 if found[0] in b"{[" else -1), found.end()
-                if depth == 0:
-                    entry = self._buffer[self._position : at]
-                    self._position = at
-                    return entry
+                text, at = self._text, self._at
+                self._move(end)
+                return value if decoder is _DECODER else strictjson.loads(text[at:end], where, max_bytes=_MOST)
 
-    def _read_on(self, at: int) -> int:
-        """Where `at` is, once more has been read. XdError 65: there is no more, or it is too much for one entry."""
-        at -= self._position
-        if not self._more():
-            raise _truncated(f"{self._where}:{self._line}", "the object")
-        if len(self._buffer) > _MOST + _CHUNK:
-            raise XdError("one entry is too large", code="too-large", where=f"{self._where}:{self._line}",
-                          expected=f"at most {_MOST} bytes", hint="write JSONL, one sequence a line")  # fmt: skip
-        return at
+    def _not_json(self, error: json.JSONDecodeError, where: str) -> XdError:
+        rest = self._text[error.pos :].strip()
+        if not rest or error.msg.startswith("Unterminated string"):
+            return _cut_off(where, "object")
+        line = self._line + self._text.count("\n", self._at, error.pos)
+        return XdError(f"not JSON: {error.msg}", code="not-json", where=f"{self._where}:{line}", found=rest[:20])
 
     def _unexpected(self, what: str) -> XdError:
-        text = self._buffer[self._position : self._position + 20].decode("utf-8", "backslashreplace")
-        return XdError(f"not JSON: {what}", code="not-json", where=f"{self._where}:{self._line}", found=text)
+        return XdError(f"not JSON: {what}", code="not-json", where=f"{self._where}:{self._line}",
+                       found=self._text[self._at : self._at + 20])  # fmt: skip
 
 
-def _truncated(where: str, what: str) -> XdError:
-    return XdError(f"cut off: the file ends before {what} that begins here does", code="truncated", where=where,
+def _cut_off(where: str, what: str) -> XdError:
+    return XdError(f"cut off: the {what} that begins here does not end", code="truncated", where=where,
                    hint="was the file still being written?")  # fmt: skip
-
-
-def _cut_off(error: XdError, data: bytes, where: str) -> XdError:
-    """The same error, or a plainer one where an entry just stops."""
-    if error.code == "not-json" and not data.rstrip().endswith((b"}", b"]")) and data.lstrip()[:1] in (b"{", b"["):
-        return XdError("cut off: the entry ends before its last bracket", code="truncated", where=where,
-                       hint="was the file still being written?")  # fmt: skip
-    return error
-
-
-def _first(value: Any) -> str:
-    return f"{type(value).__name__} {str(value)[:40]}"

@@ -156,9 +156,10 @@ class Row:
             raise self.error(name, f"{name} is {array.dtype}, not numbers")
         with np.errstate(over="ignore"):
             single = array.astype(np.float32)
-        if (lost := np.isinf(single) & np.isfinite(array)).any():
+        whole = isinstance(self._fields[name], np.ndarray)  # binary: an infinity was written as one
+        if (lost := np.isinf(single) & (np.isfinite(array) | (not whole))).any():
             at = int(np.argmax(lost))
-            raise self.error(name, "does not fit a float32", at=at, found=float(array[at]))
+            raise self.error(name, "does not fit a float32", at=at, found=str(array[at]))
         if array.dtype != np.float32:
             self.notes.add(f"values of {name} are no float32 and were rounded to the nearest",
                            int((single.astype(np.float64) != array)[~np.isnan(single)].sum()))  # fmt: skip

@@ -52,7 +52,7 @@ def joined(
     length = len(prompt) if prompt is not None else 0
     if length + len(response) == 0:
         raise row.error(None, "holds no tokens", code="empty")
-    ids = response if prompt is None else np.concatenate([prompt, response])
+    ids = (response if prompt is None else np.concatenate([prompt, response])).astype(np.int32)
     active = np.ones(len(response), bool) if active is None else active
     unscored = np.full(length, np.nan, np.float32)
     logprobs = {
@@ -68,7 +68,7 @@ def whole(row: Row, ids: np.ndarray, active: np.ndarray, logprobs: Mapping[str, 
     if not len(ids):
         raise row.error(None, "holds no tokens", code="empty")
     prompt_len = int(np.argmax(active)) if active.any() else len(ids)
-    return Record(ids, prompt_len, active, dict(logprobs), where=row.where, **about)
+    return Record(ids.astype(np.int32), prompt_len, active, dict(logprobs), where=row.where, **about)
 
 
 def only(values: np.ndarray, where: np.ndarray) -> np.ndarray:
