@@ -49,7 +49,7 @@ def contradictions(
     Each digest is recomputed from what is listed with it; what is listed is there whole or not at all, just when the
     row says where it lies.
     """
-    checkpoint, tokenizer, sequences = (identity[part] for part in ("checkpoint", "tokenizer", "sequences"))
+    checkpoint, sequences = identity["checkpoint"], identity["sequences"]
     if checkpoint["synthetic"] is not None:
         yield "/identity/checkpoint/digest", checkpoint["digest"], canon.digest(checkpoint["synthetic"])
     for part in ("checkpoint", "tokenizer"):

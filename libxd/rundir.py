@@ -215,7 +215,7 @@ class RunDirectory:
         return self.path / "cases" / case_id
 
     def sequences(self, digest: str) -> Path:
-        """Where tokens that were imported lie, frozen, for whoever scores them again; by the digest of their identity."""
+        """Where imported tokens lie, frozen, for whoever scores them again; digest: of their identity."""
         return self.path / "sequences" / f"{digest[:16]}.safetensors"
 
     def _own(self, case_id: str) -> None:

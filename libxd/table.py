@@ -6,6 +6,7 @@ writes it down.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -151,7 +152,15 @@ def tables(rows: list[Row]) -> list[Table]:
         about = [row.requested[key] for key in ("experiment_id", "scenario", "contract")]
         about.append(None if row.is_imported else row.requested["scenario_id"])
         groups.setdefault(canon.dumps(about), []).append(row)
-    return [_with_effects(members) for members in groups.values()]
+    return [_with_effects(_in_order(members)) for members in groups.values()]
+
+
+def _in_order(rows: list[Row]) -> list[Row]:
+    """Planned rows as they were given; imported ones, which no plan puts in order, by name, step 2 before step 10."""
+    if not rows[0].is_imported:
+        return rows
+    return sorted(rows, key=lambda row: [int(part) if part.isdigit() else part
+                                         for part in re.split(r"([0-9]+)", row.changed)])  # fmt: skip
 
 
 def _with_effects(rows: list[Row]) -> Table:

@@ -21,7 +21,7 @@ CLAIMS = {
     "S3": "the milestone configuration, on the hardware and the engines that its attempts name",
 }
 
-_CLAIM_OF_IMPORTED = "Scored by others: of it xd saw tokens, masks and logprobs, and neither engines nor weights nor settings"
+_CLAIM_OF_IMPORTED = "Scored by others: xd saw tokens, masks and logprobs, and neither engines nor weights nor settings"
 
 _HEAD = ("changed knob", "verdict", "mismatches", "mean", "p99", "max", "side", "mean", "max", "floor")
 _RIGHT = (False, False, True, True, True, True, False, True, True, False)

@@ -87,9 +87,9 @@ class Batch:
             return []
         sequence, position = ends[0]
         return [
-            f"{side}: {len(ends)} sequence{'s' if len(ends) > 1 else ''} end{'s' * (len(ends) == 1)} in logprobs of 0.0 "
-            f"over {ZERO_TAIL} active tokens or more (sequence {sequence} from position {position}): taken as scored "
-            "with probability 1; where it is a fill value, mask it or give NaN"
+            f"{side}: logprobs of 0.0 over the last {ZERO_TAIL} active tokens or more, of {len(ends)} of the sequences "
+            f"(sequence {sequence} from position {position} on): taken as scored, with probability 1; a fill value is "
+            "left out by the mask, or is NaN"
         ]
 
     def _zero_tails(self, logprobs: np.ndarray) -> list[tuple[int, int]]:

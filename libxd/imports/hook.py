@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from collections.abc import Mapping
@@ -51,8 +52,8 @@ def write_scores(
 
     `active_mask` marks the tokens that the loss is taken over. It and the logprobs (`rollout`: what the engine that
     sampled said; `training`: what the trainer recomputed) belong each to its own token, and may be narrower than
-    `token_ids`: [B, W] stands for its last W columns (of a ragged sequence, its last tokens). So a response's [B, R] and
-    the [B, L-1] of labels need no shift. An inactive token's 0.0 is a filled cell and is not taken as scored.
+    `token_ids`: [B, W] stands for its last W columns (of a ragged sequence, its last tokens). So a response's [B, R]
+    and the [B, L-1] of labels need no shift. An inactive token's 0.0 is a filled cell and is not taken as scored.
 
     dtype: that both sides computed in, or {"rollout": …, "training": …}; it chooses the threshold, and has no default.
     checkpoint: directory, or digest of one, that both sides held. semantics: "raw", where nothing was done to the
@@ -74,7 +75,8 @@ def write_scores(
         "prompt_index": prompts, "advantages": advantages, "rewards": rewards, "versions": versions,
     })  # fmt: skip
     if into is None:
-        declared = request.Declared(_dtypes(dtype), checkpoint, tokenizer, _semantics(semantics), rollout_mode, contract)
+        meant = _semantics(semantics)
+        declared = request.Declared(_dtypes(dtype), checkpoint, tokenizer, meant, rollout_mode, contract)
         attempt = publish.begin(runs, experiment, _name(step, rank), batch, declared)
     else:
         attempt = Attempt.open(into)
@@ -119,8 +121,8 @@ def _batch(
 
 
 def _prompt_lens(cu_seqlens: np.ndarray, active: np.ndarray) -> np.ndarray | None:
-    """int32 [B]: the tokens before the first active one, all of them where none is. None where a prompt is not there."""
-    spans = zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)
+    """int32 [B]: the tokens before the first active one, all where none is. None where a prompt is not there."""
+    spans = itertools.pairwise(cu_seqlens)
     lengths = [int(np.argmax(active[b:e])) if active[b:e].any() else int(e - b) for b, e in spans]
     return np.array(lengths, np.int32) if all(lengths) else None
 

@@ -98,7 +98,7 @@ def of(token_ids: Any, attention_mask: Any, cu_seqlens: Any) -> Padded | Flat | 
         raise usage("ids are no integers", "token_ids", str(found.token_ids.dtype), "integers")
     empty = np.flatnonzero(np.diff(found.cu_seqlens) == 0)
     if not found.token_ids.size or empty.size:
-        raise usage("a sequence without tokens", "token_ids", f"sequence {empty[0] if empty.size else 0}", "at least one")
+        raise usage("a sequence without tokens", "token_ids", int(empty[0]) if empty.size else 0, "at least one each")
     return found
 
 
@@ -112,9 +112,9 @@ def array(name: str, values: Any) -> np.ndarray:
     try:
         found = np.asarray(values)
     except ValueError as error:  # lists of several lengths
-        raise usage("is no array: its rows are of several lengths", name, type(values).__name__, "a rectangle") from error
+        raise usage("is no array: its rows are of several lengths", name, expected="a rectangle") from error
     if found.dtype == object:
-        raise usage("holds what is no number", name, str(found.flat[0] if found.size else None), "numbers; NaN for none")
+        raise usage("holds what is no number", name, expected="numbers, and NaN for a missing one")
     return found
 
 
@@ -128,5 +128,5 @@ def truth(name: str, values: np.ndarray) -> np.ndarray:
 
 def usage(what: str, name: str, found: Any = None, expected: Any = None) -> XdError:
     """A wrong argument of `write_scores`."""
-    return XdError(what, status=Status.USAGE, code="bad-argument", where="write_scores", path=f"/{name}", found=found,
-                   expected=expected)  # fmt: skip
+    facts = {key: value for key, value in (("found", found), ("expected", expected)) if value is not None}
+    return XdError(what, status=Status.USAGE, code="bad-argument", where="write_scores", path=f"/{name}", **facts)

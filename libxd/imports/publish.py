@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from libxd import __version__, canon, publish, tensors
+from libxd import __version__, canon, publish, schema, tensors
 from libxd import sequences as frozen
 from libxd.errors import Status, XdError
 from libxd.imports import request
@@ -22,7 +22,6 @@ from libxd.imports.record import UNKNOWN_SEMANTICS
 from libxd.imports.request import Declared
 from libxd.planner import IMPORTED
 from libxd.records import Case
-from libxd.resolution import OBSERVED_DIGESTS
 from libxd.rundir import SIDES, Attempt, RunDirectory
 from libxd.scores import ScoreFile
 
@@ -39,7 +38,7 @@ def begin(runs: str | os.PathLike[str], experiment_id: str, name: str, batch: Ba
     sequences = _sequences(batch)
     identity = frozen.identity_of(sequences) if sequences else None
     path = run.sequences(identity["digest"]) if identity else None
-    row = request.row(experiment_id, name, identity, path and str(path), declared)
+    row = schema.validate("plan_row", request.row(experiment_id, name, identity, path and str(path), declared), name)
     if sequences and path:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

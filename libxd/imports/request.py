@@ -148,7 +148,7 @@ def _checkpoint(given: str | os.PathLike[str] | None) -> tuple[dict[str, Any], d
     files = _digests(resolution.checkpoint_files, given, "checkpoint")
     if not ("config.json" in files and any(map(resolution.holds_weights, files))):
         raise XdError("is no checkpoint: it takes a config.json and safetensors files", code="bad-checkpoint",
-                      where=os.fspath(given), hint="name the directory that both sides held, or its digest")  # fmt: skip
+                      where=os.fspath(given), hint="name the directory that both sides held, or its digest")
     facts = resolution.model_facts(given)
     whole = set(facts) == set(resolution.MODEL_FACTS)
     return {"digest": canon.digest(files), "files": files, "synthetic": None}, facts if whole else None
