@@ -52,6 +52,12 @@ class Row:
         return self._fields.get(name) is not None
 
     @property
+    def place(self) -> str:
+        """Where the row is, in the file and in the entry."""
+        return self.where + (f"#{self._pointer}" if self._pointer else "") + (
+            f"[{self._index}]" if self._index is not None else "")  # fmt: skip
+
+    @property
     def names(self) -> Collection[str]:
         """The fields that are there, null or not."""
         return self._fields.keys()

@@ -59,7 +59,7 @@ def joined(
         side: np.concatenate([(of_prompt or {}).get(side, unscored), values]) for side, values in of_response.items()
     }
     return Record(ids, None if prompt is None else length, np.concatenate([np.zeros(length, bool), active]), logprobs,
-                  where=row.where, **about)  # fmt: skip
+                  where=row.place, **about)  # fmt: skip
 
 
 def whole(row: Row, ids: np.ndarray, active: np.ndarray, logprobs: Mapping[str, np.ndarray], **about: Any) -> Record:
@@ -68,7 +68,7 @@ def whole(row: Row, ids: np.ndarray, active: np.ndarray, logprobs: Mapping[str, 
     if not len(ids):
         raise row.error(None, "holds no tokens", code="empty")
     prompt_len = int(np.argmax(active)) if active.any() else len(ids)
-    return Record(ids.astype(np.int32), prompt_len, active, dict(logprobs), where=row.where, **about)
+    return Record(ids.astype(np.int32), prompt_len, active, dict(logprobs), where=row.place, **about)
 
 
 def only(values: np.ndarray, where: np.ndarray) -> np.ndarray:
