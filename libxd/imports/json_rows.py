@@ -178,8 +178,9 @@ class _Laid:
                 decoder = _LENIENT  # to find where it ends
             except json.JSONDecodeError as error:
                 unended = error.pos > len(self._text) - _NEAR or error.msg.startswith("Unterminated")
+                behind = error.pos - self._at
                 if not unended or not self._more(max(_CHUNK, len(self._text) - self._at)):
-                    raise self._not_json(error, where) from error
+                    raise self._not_json(error.msg, self._at + behind, where) from error
                 if len(self._text) > _MOST:
                     raise XdError("one entry is too large", code="too-large", where=where, expected=f"at most {_MOST} "
                                   "characters", hint="write JSONL, one sequence a line") from error  # fmt: skip
@@ -188,12 +189,12 @@ class _Laid:
                 self._move(end)
                 return value if decoder is _DECODER else strictjson.loads(text[at:end], where, max_bytes=_MOST)
 
-    def _not_json(self, error: json.JSONDecodeError, where: str) -> XdError:
-        rest = self._text[error.pos :].strip()
-        if not rest or error.msg.startswith("Unterminated string"):
+    def _not_json(self, what: str, at: int, where: str) -> XdError:
+        rest = self._text[at:].strip()
+        if not rest or what.startswith("Unterminated"):
             return _cut_off(where, "object")
-        line = self._line + self._text.count("\n", self._at, error.pos)
-        return XdError(f"not JSON: {error.msg}", code="not-json", where=f"{self._where}:{line}", found=rest[:20])
+        line = self._line + self._text.count("\n", self._at, at)
+        return XdError(f"not JSON: {what}", code="not-json", where=f"{self._where}:{line}", found=rest[:20])
 
     def _unexpected(self, what: str) -> XdError:
         return XdError(f"not JSON: {what}", code="not-json", where=f"{self._where}:{self._line}",

@@ -29,9 +29,11 @@ def of_csv(path: Path, notes: Notes) -> Iterator[Row]:
         while True:
             try:
                 cells = next(reader, None)
-            except (csv.Error, UnicodeDecodeError) as error:
-                what = "not UTF-8" if isinstance(error, UnicodeDecodeError) else f"not CSV: {error}"
-                raise XdError(what, code="not-csv", where=f"{path}:{reader.line_num + 1}") from error
+            except csv.Error as error:
+                raise XdError(f"not CSV: {error}", code="not-csv", where=f"{path}:{reader.line_num}") from error
+            except UnicodeDecodeError as error:
+                raise XdError(f"not UTF-8, somewhere after line {reader.line_num}", code="not-utf8",
+                              where=str(path)) from error  # fmt: skip
             if cells is None:
                 break
             where = f"{path}:{reader.line_num}"

@@ -6,6 +6,7 @@ A tensor [B, …] is a column of B rows, so is a list of B values; anything else
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from libxd.imports.json_rows import open_regular
 from libxd.imports.rows import Misfit, Notes, Row
 from libxd.tensors import TensorFile
 
-_GLOBAL = re.compile(r"(?:GLOBAL|Unsupported class|Unsupported operand|Unsupported type)\s+`?([\w.]+)")
+_GLOBAL = re.compile(r"(?:GLOBAL|Unsupported class)\s+`?([\w.]+)")
+_OWN_WORDS = "WeightsUnpickler error: "  # torch's, after much advice to read it unsafely
 
 
 def of_safetensors(path: Path, lead: Sequence[str], notes: Notes) -> Iterator[Row]:
@@ -132,7 +134,9 @@ def _load(path: Path) -> Any:
         raise XdError("needs torch, which is not installed here", status=Status.REFUSED, code="no-torch",
                       where=str(path), hint="install it, or save the tensors as safetensors") from error
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a pickle's age; what it means for us is said below
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except OSError as error:
         raise of_exception(error, str(path)) from error
     except Exception as error:  # whatever a damaged or hostile file makes of the unpickler; nothing in it has run
@@ -140,10 +144,10 @@ def _load(path: Path) -> Any:
 
 
 def _refused(path: Path, error: Exception) -> XdError:
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).partition(" Check the documentation")[0].rpartition(_OWN_WORDS)[2]
     if found := _GLOBAL.search(text):
         return XdError("a pickle of more than tensors, lists and numbers; it could run code and was not read",
                        code="pickle", where=str(path), found=found[1],
                        hint="save a dict of plain tensors, or safetensors")  # fmt: skip
     return XdError("is no file that torch.save wrote of plain values, or is damaged", code="bad-torch-file",
-                   where=str(path), found=text[:200])  # fmt: skip
+                   where=str(path), found=text[:100] or type(error).__name__)  # fmt: skip
