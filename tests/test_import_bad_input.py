@@ -25,7 +25,9 @@ from libxd.rundir import SIDES
 DUMPS = Path(__file__).parent / "dumps"
 
 
-def fails(name: str, path: Path, sides: tuple[str, ...] | None = None, mapping: dict[str, str] | None = None) -> XdError:
+def fails(
+    name: str, path: Path, sides: tuple[str, ...] | None = None, mapping: dict[str, str] | None = None
+) -> XdError:
     of = formats.named(name, mapping or {})
     with pytest.raises(XdError) as caught:
         list(formats.records(of, [path], sides or of.sides or ("rollout",), Notes()))
@@ -43,11 +45,12 @@ def row(**changed: Any) -> str:
 GOOD = row()
 #: case -> (second line of a JSONL file whose first is sound, place within the line, words of the message)
 LINES: dict[str, tuple[str, str, str]] = {
-    "a field that is missing": (row(completion_ids=None), "", "has no completion_ids .found .*tool_mask.*hold text alone"),
+    "a field that is missing": (row(completion_ids=None), "", "has no completion_ids .found .*tool_mask.*text alone"),
     "a field that is null": (GOOD.replace("[8, 9, 10]", "null"), "", "completion_ids is null"),
     "one logprob too few": (row(old_per_token_logps=[-0.5, -1.5]), "/old_per_token_logps",
                             r"another length than the tokens \(found 2, expected 3"),
-    "one logprob too many": (row(sampling_per_token_logps=[-1.0] * 4), "/sampling_per_token_logps", "found 4, expected 3"),
+    "one logprob too many": (row(sampling_per_token_logps=[-1.0] * 4), "/sampling_per_token_logps",
+                             "found 4, expected 3"),
     "a mask of another length": (row(completion_mask=[1, 1]), "/completion_mask", "found 2, expected 3"),
     "base64": (row(completion_ids=base64.b64encode(np.arange(9).tobytes()).decode()), "/completion_ids",
                "is base64, not a list of numbers"),
@@ -150,8 +153,8 @@ entry("vllm without logprobs", "vllm", "vllm.json", lambda v: v["outputs"][0].up
 entry("vllm, another token's logprob", "vllm", "vllm.json",
       lambda v: v["outputs"][0].update(token_ids=[1, *v["outputs"][0]["token_ids"][1:]]), "/outputs/0/logprobs/0",
       "no logprob of the token itself")  # fmt: skip
-entry("vllm, a position too few", "vllm", "vllm.json", lambda v: v["outputs"][0]["logprobs"].pop(), "/outputs/0/logprobs",
-      "another length than the tokens .found 7, expected 8")  # fmt: skip
+entry("vllm, a position too few", "vllm", "vllm.json", lambda v: v["outputs"][0]["logprobs"].pop(),
+      "/outputs/0/logprobs", "another length than the tokens .found 7, expected 8")  # fmt: skip
 entry("vllm, a server's answer", "vllm", "openai_chat.json", lambda v: None, "/choices", "xd-import openai")
 entry("openai, a RequestOutput", "openai", "vllm.json", lambda v: None, "/outputs", "xd-import vllm")
 entry("openai by text", "openai", "openai_text.json", lambda v: None, "/choices/0/logprobs",
@@ -159,13 +162,13 @@ entry("openai by text", "openai", "openai_text.json", lambda v: None, "/choices/
 entry("openai without logprobs", "openai", "openai_chat.json", lambda v: v["choices"][1].update(logprobs=None),
       "/choices/1", "logprobs is null")  # fmt: skip
 entry("openai, ids that contradict", "openai", "openai_batch.jsonl",
-      lambda v: v["response"]["body"]["choices"][0].update(token_ids=[8, 9, 11]), "/response/body/choices/0/token_ids/2",
-      "not the token whose logprob stands beside it .found 11, expected 10")  # fmt: skip
-entry("openai, a request that failed", "openai", "openai_batch.jsonl", lambda v: v.update(error={"message": "no"}),
-      "/error", "the request failed")  # fmt: skip
-entry("openai, a piece of a stream", "openai", "openai_chat.json", lambda v: v["choices"][0].update(delta={}),
+      lambda v: v["response"]["body"]["choices"][0].update(token_ids=[8, 9, 11]),
+      "/response/body/choices/0/token_ids/2", "not the token whose logprob stands beside it .found 11, expected 10")  # fmt: skip
+entry("openai, a failed request", "openai", "openai_batch.jsonl", lambda v: v.update(error={"message": "no"}), "/error",
+      "the request failed")  # fmt: skip
+entry("openai, a stream's piece", "openai", "openai_chat.json", lambda v: v["choices"][0].update(delta={}),
       "/choices/0/delta", "a piece of a stream")  # fmt: skip
-entry("openai, an echo that nothing ends", "openai", "openai_echo.json", lambda v: v.pop("usage"), "/choices/0/logprobs",
+entry("openai, an echo without an end", "openai", "openai_echo.json", lambda v: v.pop("usage"), "/choices/0/logprobs",
       "nothing says where that ends")  # fmt: skip
 entry("sglang without logprobs", "sglang", "sglang.json", lambda v: v["meta_info"].pop("output_token_logprobs"),
       "/meta_info", "return_logprob")  # fmt: skip

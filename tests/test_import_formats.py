@@ -41,7 +41,7 @@ def dump_of(name: str) -> Path:
 
 
 def assert_is(record: Record, expected: Any, sides: Sequence[str] = SIDES, of_prompt: bool = False) -> None:
-    """The record is that sequence, bit for bit; of_prompt: what stands over the prompt is not asked."""
+    """The record is that sequence, bit for bit; with of_prompt its prompt may be scored, too."""
     ids, prompt_len, active, *logprobs = expected
     assert record.token_ids.tolist() == ids and record.token_ids.dtype == np.int32
     assert (record.prompt_len, record.active.tolist()) == (prompt_len, [bool(each) for each in active])
@@ -80,7 +80,8 @@ def test_a_trainers_dump_gives_both_sides(name):
 @pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.parametrize("side", SIDES)
 def test_one_side_of_it_reads_no_field_of_the_other(name, side, tmp_path):
-    of_side = {"rollout": ("rollout_log_probs", "sampling_per_token_logps", "inference_logprobs", "generation_logprobs"),
+    of_side = {"rollout": ("rollout_log_probs", "sampling_per_token_logps", "inference_logprobs",
+                           "generation_logprobs"),
                "training": ("old_log_probs", "old_per_token_logps", "action_log_probs", "log_probs", "trainer_logprobs",
                             "prev_logprobs")}  # fmt: skip
     other = next(each for each in SIDES if each != side)
@@ -127,10 +128,11 @@ def padded(name: str) -> dict[str, np.ndarray]:
                 rows[0][field] = [*rows[0][field], 0]
     result = {}
     for field in rows[0]:
-        if field in rows[1] and field not in ("uid", "prompts", "labels") or field == "prompts" and name == "verl":
-            values = [row[field] for row in rows]
+        values = [row.get(field) for row in rows]
+        if not any(isinstance(value, str | None) for value in values):
             of_ids = field.endswith(("ids", "sequences", "prompts", "responses"))
-            array = np.array([[NAN if v is None else v for v in row] if isinstance(row, list) else row for row in values])
+            array = np.array([[NAN if v is None else v for v in row] if isinstance(row, list) else row
+                              for row in values])  # fmt: skip
             result[field] = array.astype(np.int64 if of_ids else np.float32)
     return result
 
@@ -231,8 +233,9 @@ def test_flat_logprobs_of_vllm_are_found_too():
 
 @pytest.mark.parametrize(
     ("dump", "prompt_len", "scored_prompt"),
-    [("openai_chat", 31, True), ("openai_completions", 3, False), ("openai_echo", 3, True), ("openai_echo_ids", 3, True)],
-)
+    [("openai_chat", 31, True), ("openai_completions", 3, False), ("openai_echo", 3, True),
+     ("openai_echo_ids", 3, True)],
+)  # fmt: skip
 def test_what_vllms_server_really_answered(dump, prompt_len, scored_prompt):
     answer = json.loads((DUMPS / f"{dump}.json").read_text())
     records = read("openai", DUMPS / f"{dump}.json", ["rollout"])
@@ -337,7 +340,8 @@ def parquet_of(kind: str, folder: Path) -> Path:
         parquet.write_table(csv.read_csv(DUMPS / "tokens.csv"), path)
     else:
         rows = [json.loads(line) for line in (DUMPS / "sequences.jsonl").read_text().splitlines()]
-        parquet.write_table(Table.from_pylist([{**row, "active": row.get("active", [0, 0, 0, 1, 1, 1])} for row in rows]), path)
+        rows[0]["active"] = FIRST[2]  # a column has all of its cells
+        parquet.write_table(Table.from_pylist(rows), path)
     return path
 
 
