@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -131,6 +132,16 @@ def test_ranks_write_side_by_side(tmp_path):
             assert scores(path, "rollout")["logprobs"].tolist()[1:] == [-1, -number]
 
 
+def test_semantics_are_what_was_done_to_the_logits(tmp_path):
+    def declared(semantics):
+        path = libxd.write_scores(tmp_path, "mine", **padded(), **{**SAID, "semantics": semantics})
+        found = Attempt(path).identity()["semantics"]
+        return found and (found["logprobs"], found["temperature"], found["top_p"])
+
+    assert declared("raw") == ("raw", 1.0, 1.0) and declared({"temperature": 0.9}) == ("processed", 0.9, 1.0)
+    assert declared(None) is None
+
+
 def test_a_side_can_come_later(tmp_path):
     both = padded()
     first = libxd.write_scores(tmp_path, "mine", **{k: v for k, v in both.items() if k != "training"}, **SAID)
@@ -188,7 +199,7 @@ def test_zeros_under_a_mask_that_is_too_wide_are_warned_of(tmp_path):
         ({"dtype": {"rollout": "float32"}}, "no default"),
         ({"dtype": "int8"}, "no default"),
         ({"semantics": "cooked"}, "no such semantics"),
-        ({"semantics": {"temperature": 1.0}}, "logprobs"),
+        ({"semantics": {"heat": 1.0}}, "heat"),
         ({"rollout_mode": "sampled"}, "sampled"),
         ({"contract": "mine"}, "unknown numerical contract"),
         ({"advantages": [1.0]}, "one a sequence"),
@@ -211,6 +222,21 @@ def test_an_experiment_is_named_and_a_place_can_be_written(tmp_path):
     with pytest.raises(XdError) as caught:
         libxd.write_scores(tmp_path / "file", "mine", **padded(), **SAID)
     assert caught.value.status == Status.CONFLICT
+
+
+def test_the_page_runs(xd, tmp_path, root, monkeypatch):
+    """docs/hooks.md: its loop's call, and the tools after it."""
+    page = (root / "docs" / "hooks.md").read_text()
+    call, command = (re.search(rf"^```{kind}\n(.*?)^```$", page, re.M | re.S)[1] for kind in ("python", "sh"))
+    monkeypatch.chdir(tmp_path)
+    given = {"ids": IDS, "attention_mask": HELD, "loss_mask": ACTIVE[:, 1:], "old_logps": ROLLOUT[:, 1:],
+             "logps": TRAINING[:, 1:]}  # fmt: skip
+    for step in (1, 2):
+        exec(call, {"step": step, **given})
+    env = {**os.environ, "PATH": f"{root / 'tools'}:{os.environ['PATH']}", "XD_PYTHON": sys.executable}
+    ran = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, env=env)
+    assert ran.returncode == 0, ran.stderr
+    assert "grpo (imported)" in ran.stdout and ran.stdout.index("step 1") < ran.stdout.index("step 2")
 
 
 def test_neither_torch_nor_numpy_is_taken_for_the_asking(tmp_path):

@@ -163,7 +163,8 @@ entry("openai without logprobs", "openai", "openai_chat.json", lambda v: v["choi
       "/choices/1", "logprobs is null")  # fmt: skip
 entry("openai, ids that contradict", "openai", "openai_batch.jsonl",
       lambda v: v["response"]["body"]["choices"][0].update(token_ids=[8, 9, 11]),
-      "/response/body/choices/0/token_ids/2", "not the token whose logprob stands beside it .found 11, expected 10")  # fmt: skip
+      "/response/body/choices/0/token_ids/2",
+      "not the token whose logprob stands beside it .found 11, expected 10")  # fmt: skip
 entry("openai, a failed request", "openai", "openai_batch.jsonl", lambda v: v.update(error={"message": "no"}), "/error",
       "the request failed")  # fmt: skip
 entry("openai, a stream's piece", "openai", "openai_chat.json", lambda v: v["choices"][0].update(delta={}),

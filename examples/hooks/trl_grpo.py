@@ -41,17 +41,11 @@ class ScoredGRPOTrainer(GRPOTrainer):
                 training=self._per_token_logps,
                 advantages=inputs["advantages"],
                 checkpoint=self._checkpoint if self.state.global_step == 0 else None,  # no file holds later weights
-                semantics=at_temperature(self.temperature),  # TRL divides the logits by it, and asks vLLM to
+                semantics={"temperature": self.temperature},  # TRL divides the logits by it, and asks vLLM to
                 step=self.state.global_step,
                 rank=self.accelerator.process_index if self.accelerator.num_processes > 1 else None,
             )
         return loss
-
-
-def at_temperature(temperature: float) -> dict[str, Any]:
-    """What both sides mean: the logprob of the logits over the temperature, nothing truncated."""
-    penalties = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
-    return {"logprobs": "processed", "temperature": temperature, "top_p": 1.0, "top_k": 0, "penalties": penalties}
 
 
 def sample(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list]:

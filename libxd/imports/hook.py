@@ -57,9 +57,10 @@ def write_scores(
 
     dtype: that both sides computed in, or {"rollout": …, "training": …}; it chooses the threshold, and has no default.
     checkpoint: directory, or digest of one, that both sides held. semantics: "raw", where nothing was done to the
-    logits, or an object as in an experiment's identity. Where these two are not declared the verdict is
-    INVALID_IDENTITY, with all differences written. rollout_mode: "decode" or "prefill". prompts [B]: equal for samples
-    of one prompt; advantages [B] or as the logprobs; rewards [B]; versions [B], of the policy that sampled.
+    logits, or what was, such as {"temperature": 0.9}; what it leaves out was not done. Where these two are not declared
+    the verdict is INVALID_IDENTITY, with all differences written. rollout_mode: "decode" or "prefill". prompts [B]:
+    equal for samples of one prompt; advantages [B] or as the logprobs; rewards [B]; versions [B], of the policy that
+    sampled.
 
     Each call is an attempt of its own, named by step and rank. Ranks that hold other sequences may all call; of ranks
     that hold the same ones let one. Any number of processes may write under one `runs`. `into`: an attempt that has one
@@ -102,7 +103,7 @@ def _semantics(given: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
         return {"logprobs": "raw", **UNPROCESSED}
     if isinstance(given, str):
         raise layout.usage("no such semantics", "semantics", given, '"raw", or an object')
-    return dict(given) if given is not None else None
+    return {"logprobs": "processed", **UNPROCESSED, **given} if given is not None else None
 
 
 def _batch(
