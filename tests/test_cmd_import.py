@@ -16,7 +16,8 @@ from comparison_fixtures import floats, scored, snapshot
 from libxd.rundir import Attempt
 from libxd.tensors import TensorFile
 
-DUMPS = Path(__file__).parent / "dumps"
+ROOT = Path(__file__).resolve().parent.parent
+DUMPS = ROOT / "tests" / "dumps"
 NEW = ("--runs", "runs", "--experiment", "mine", "--dtype", "bfloat16")
 
 
@@ -36,8 +37,7 @@ MAPPED = ("--map", "sequence=seq", "--map", "token_id=id", "--map", "active=mask
 
 def piped(xd, *tools: tuple[object, ...]) -> subprocess.CompletedProcess[str]:
     """The tools in one pipe, as a shell starts them."""
-    root = Path(__file__).resolve().parent.parent / "tools"
-    line = " | ".join(" ".join(f"'{word}'" for word in (root / str(tool), *words)) for tool, *words in tools)
+    line = " | ".join(" ".join(f"'{word}'" for word in (ROOT / "tools" / str(tool), *words)) for tool, *words in tools)
     return subprocess.run(["bash", "-o", "pipefail", "-c", line], cwd=xd.cwd, capture_output=True, text=True)
 
 
@@ -56,6 +56,30 @@ def test_two_dumps_become_a_sealed_attempt(xd, tmp_path):
     assert len(re.findall("^xd-import: not known from it: what was done to the logits", ran.stderr, re.M)) == 2
     with TensorFile(attempt.file("score_rollout.safetensors")) as file:
         assert np.isfinite(file.array("logprobs")[file.array("active_mask")]).all()
+    assert xd("xd-seal", "--verify", ran.stdout.strip()).status == 0
+
+
+def blocks() -> dict[str, str]:
+    """The commands of docs/import.md, and those of the README about it."""
+    page, readme = ((ROOT / name).read_text() for name in ("docs/import.md", "README.md"))
+    shown = re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S)
+    shown += re.findall(r"^(    xd-import (?:.*\n)+?)$", readme, re.M)
+    assert len(shown) == 3
+    return {f"{number}: {text.split(chr(10))[0].strip()}": text for number, text in enumerate(shown)}
+
+
+@pytest.mark.parametrize("name", blocks())
+def test_the_pages_commands_run(xd, tmp_path, name):
+    shutil.copy(DUMPS / "vllm.json", tmp_path / "r.json")
+    shutil.copy(DUMPS / "prime_rl.jsonl", tmp_path / "rank_0.jsonl")
+    trainer_csv(tmp_path / "t.csv")
+    text = (tmp_path / "t.csv").read_text()
+    header = "sequence,token_id,active," + ("logp" if "logprob=logp" in blocks()[name] else "logprob")
+    (tmp_path / "t.csv").write_text(text.replace("seq,id,mask,logp", header))
+    env = {**os.environ, "PATH": f"{ROOT / 'tools'}:{os.environ['PATH']}"}
+    ran = subprocess.run(["bash", "-o", "pipefail", "-c", blocks()[name]], cwd=tmp_path, env=env, capture_output=True,
+                         text=True)  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
     assert xd("xd-seal", "--verify", ran.stdout.strip()).status == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from libxd import tensors
 from libxd.errors import Status, XdError
 from libxd.imports import formats
+from libxd.imports.batch import Batch
 from libxd.imports.formats import columns
 from libxd.imports.record import Record
 from libxd.imports.rows import Notes
@@ -401,6 +403,25 @@ def test_files_follow_one_another_and_a_file_may_be_laid_out_in_any_way(tmp_path
     of = formats.named("jsonl", {})
     paths = [tmp_path / name for name in texts]
     assert len(list(formats.records(of, paths, SIDES, Notes()))) == 2 * len(texts)
+
+
+@pytest.mark.parametrize("name", ["lines.jsonl", "list.json"])
+def test_memory_does_not_grow_with_the_file(name, tmp_path):
+    """What reading and gathering takes at most, of a file and of one five times as long."""
+    row = {"token_ids": [1] * 4000, "prompt_len": 1, "logprobs": [-0.5] * 4000}
+    peaks, sizes = [], []
+    for count in (100, 500):
+        path = tmp_path / f"{count} {name}"
+        text = "\n".join([json.dumps(row)] * count) if name.endswith("l") else json.dumps([row] * count)
+        path.write_text(text)
+        of = formats.named("jsonl", {})
+        tracemalloc.start()
+        batch = Batch.of_records(formats.records(of, [path], ["rollout"], Notes()), "dump")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        sizes.append(len(batch.token_ids) * 9)  # bytes of ids, mask and logprobs
+    assert peaks[1] < peaks[0] * 1.25
+    assert sizes[1] > peaks[1] * 1.25, "the control: what was read is more than what was held"
 
 
 def test_an_object_of_a_list_may_be_longer_than_what_is_read_at_once(tmp_path, monkeypatch):

@@ -43,7 +43,8 @@ def semantics(text: str | None) -> dict[str, Any] | None:
         except ValueError:
             number = math.nan
         if name not in _NUMBERS or name in said or not math.isfinite(number):
-            raise _usage(f"--semantics {text}", f"cannot be read at {part!r}", f"raw, or {'=, '.join(_NUMBERS)}= with a number")
+            raise _usage(f"--semantics {text}", f"cannot be read at {part!r}",
+                         f"raw, or numbers for {', '.join(_NUMBERS)}")  # fmt: skip
         said[name] = number
     top_k = said.get("top_k", UNPROCESSED["top_k"])
     if top_k != int(top_k):
