@@ -159,8 +159,11 @@ def _in_order(rows: list[Row]) -> list[Row]:
     """Planned rows as they were given; imported ones, which no plan puts in order, by name, step 2 before step 10."""
     if not rows[0].is_imported:
         return rows
-    return sorted(rows, key=lambda row: [int(part) if part.isdigit() else part
-                                         for part in re.split(r"([0-9]+)", row.changed)])  # fmt: skip
+
+    def natural(row: Row) -> list[str | int]:
+        return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", row.changed))]
+
+    return sorted(rows, key=natural)
 
 
 def _with_effects(rows: list[Row]) -> Table:

@@ -99,14 +99,19 @@ def test_verl_writes_each_real_sequence_before_the_update(verl, tmp_path):
     model = SimpleNamespace(path=str(tmp_path / "no such model"))
     trainer.config = SimpleNamespace(
         trainer=SimpleNamespace(experiment_name="gsm8k"),
-        actor_rollout_ref=SimpleNamespace(model=model, rollout=SimpleNamespace(dtype="bfloat16")),
-    )
+        actor_rollout_ref=SimpleNamespace(model=model, rollout=SimpleNamespace(
+            dtype="bfloat16", logprobs_mode="processed_logprobs", top_p=1.0, top_k=-1, temperature=0.7)),
+    )  # fmt: skip
     batch = SimpleNamespace(keys=["k"], partition_id="train", tags=[{}, {"status": "success"}, {"is_padding": True}])
     assert trainer._update_actor(batch, {}) == "updated" and verl.asked == [(["k"], "train")]
     (attempt,) = attempts(tmp_path)
     row = attempt.requested()
     assert (row["experiment_id"], row["scenario_id"]) == ("gsm8k", "step 2")
     assert row["contract"]["dtype"] == "bfloat16" and row["identity"]["checkpoint"]["digest"] is None
+    assert row["identity"]["semantics"]["temperature"] == 0.7
+    rollout = trainer.config.actor_rollout_ref.rollout
+    for name, value in (("logprobs_mode", "raw_logprobs"), ("top_p", 0.9), ("top_k", 20)):
+        assert verl.module.meant(SimpleNamespace(**{**vars(rollout), name: value})) is None, "one side does it alone"
     np.testing.assert_array_equal(logprobs(attempt, "training"), floats(np.nan, np.nan, -1, -2.5, np.nan, np.nan, -3))
     with TensorFile(attempt.file("score_rollout.safetensors")) as file:
         assert file.array("prompt_index").tolist() == [0, 0]

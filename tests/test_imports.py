@@ -155,6 +155,17 @@ def test_a_checkpoint_is_a_directory_or_its_digest(tmp_path, monkeypatch):
     assert not list((tmp_path / "mine").glob("cases/*/*/.tmp*"))
 
 
+def test_a_tokenizer_is_a_directory_to_show_text_by(tmp_path):
+    place = tmp_path / "tokenizer"
+    place.mkdir()
+    with pytest.raises(XdError, match="no tokenizer file"):
+        imported(tmp_path, declared=replace(DECLARED, tokenizer=place))
+    (place / "tokenizer.json").write_text("{}")
+    row = imported(tmp_path, declared=replace(DECLARED, tokenizer=place)).requested()
+    planner.require_sound(row, "row")
+    assert row["locations"]["tokenizer"] == str(place) and row["identity"]["tokenizer"]["policy"] is None
+
+
 def test_a_verdict_takes_a_dtype_and_there_is_no_default(tmp_path):
     for dtypes in ({}, {"rollout": "float32"}, dict.fromkeys(SIDES, "int8")):
         with pytest.raises(XdError, match="no default") as caught:
@@ -295,6 +306,8 @@ def test_zeros_to_the_end_are_taken_as_scored_and_spoken_of(tmp_path):
         (changed(1, active=np.ones(2, bool)), "another length.*/active|/active.*another length"),
         (changed(1, logprobs={"rollout": floats(-1), "training": floats(-1, -1, -1)}), "another length"),
         (changed(1, logprobs={"rollout": floats(-1, -1, -1)}), "other sides"),
+        (changed(1, token_ids=np.array([5.0, 6.0, 9.5])), "another type.*found float64, expected integer"),
+        (changed(1, active=np.array([0, 0, 1])), "another type.*found int64, expected bool"),
         (changed(1, prompt_len=4), "longer than its sequence"),
         (changed(1, active=np.ones(3, bool)), "prompt's token is active"),
         (changed(1, advantage=np.ones(2)), "another length"),

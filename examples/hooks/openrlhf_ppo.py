@@ -1,10 +1,12 @@
 """OpenRLHF: an experience maker that writes each step's logprobs down, for xd-compare and xd-doctor.
 
-    import openrlhf_ppo; openrlhf_ppo.install(runs="runs", experiment="ppo", dtype="bfloat16")
+    import openrlhf_ppo
+    openrlhf_ppo.install(runs="runs", experiment="ppo", dtype="bfloat16", semantics={"temperature": 1.0})
 
 before the trainer is made, in the process that makes it. The rollout side is `rollout_log_probs`, which vLLM gave while
-it sampled, the training side `action_log_probs`, which the actor recomputed before the update. Both are zeroed outside
-the actions, and are taken as scored only within. Written against OpenRLHF 0.11.2.
+it sampled (only where `algo.advantage.is_correction_level` is not off), the training side `action_log_probs`, which the
+actor recomputed before the update. Both are zeroed outside the actions, and are taken as scored only within. Written
+against OpenRLHF 0.11.2.
 """
 
 from __future__ import annotations

@@ -31,6 +31,12 @@ class ScoredTrainer(PPOTrainerSync):
         return super()._update_actor(batch, metrics)
 
 
+def meant(rollout: Any) -> dict[str, float] | None:
+    """The actor divides the logits by the temperature, and so does what vLLM calls processed, which truncates, too."""
+    alike = rollout.logprobs_mode == "processed_logprobs" and rollout.top_p == 1 and rollout.top_k <= 0
+    return {"temperature": rollout.temperature} if alike else None
+
+
 def write(batch: Any, step: int, config: Any) -> None:
     """One step, from TransferQueue: nested tensors, a row a sequence; a response's rows stand for its last tokens."""
     data = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=FIELDS)
@@ -48,6 +54,7 @@ def write(batch: Any, step: int, config: Any) -> None:
         prompts=[str(uid) for uid in rows["uid"]],
         dtype={"rollout": rollout.dtype, "training": os.environ["XD_TRAINING_DTYPE"]},
         checkpoint=actor.path if step == 1 else None,  # later steps hold weights that no file has
+        semantics=meant(rollout),
         rollout_mode="decode",
         step=step,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -120,7 +119,8 @@ def place(cu_seqlens: np.ndarray, index: int) -> tuple[int, int]:
 
 def _scored(values: np.ndarray, active: np.ndarray, first: np.ndarray) -> np.ndarray:
     """float32 [T] with one quiet NaN wherever nothing was scored."""
-    values = values.astype(np.float32)
+    with np.errstate(over="ignore"):  # beyond float32 is infinite, which a verdict finds
+        values = values.astype(np.float32)
     values[np.isnan(values) | (~active & ((values == 0) | first))] = np.float32(np.nan)
     return values
 
@@ -136,6 +136,10 @@ def _checked(records: Iterable[Record], where: str) -> Iterator[Record]:
         length = len(record.token_ids)
         if not length:
             raise XdError("a sequence without tokens", code="empty-sequence", where=at)
+        for name, kind, values in (("token_ids", np.integer, record.token_ids), ("active", np.bool_, record.active)):
+            if not np.issubdtype(np.asarray(values).dtype, kind):
+                raise XdError("is of another type than it must be", code="wrong-type", where=at, path=f"/{name}",
+                              found=str(np.asarray(values).dtype), expected=kind.__name__.strip("_"))  # fmt: skip
         for name, values in arrays.items():
             if np.shape(values) != (length,):
                 raise XdError("has another length than the token ids beside it", code="mixed-lengths", where=at,
@@ -204,7 +208,7 @@ class _Beside:
         return said
 
 
-def numbered(keys: Iterable[Hashable | Any]) -> np.ndarray:
+def numbered(keys: Iterable[Hashable]) -> np.ndarray:
     """int32: keys as numbers from 0, equal ones alike, in the order in which each first comes."""
-    known: dict[Any, int] = {}
+    known: dict[Hashable, int] = {}
     return np.array([known.setdefault(key, len(known)) for key in keys], np.int32)

@@ -44,10 +44,7 @@ def row(
     None where their prompts are unknown. XdError 65 or 66 for a checkpoint or a contract that is none.
     """
     checkpoint, model = _checkpoint(declared.checkpoint)
-    tokenizer = {"id": None, "policy": None, "digest": None, "files": {}}
-    if declared.tokenizer is not None:
-        files = _digests(resolution.tokenizer_files, declared.tokenizer, "tokenizer")
-        tokenizer |= {"digest": canon.digest(files), "files": files}
+    tokenizer = _tokenizer(declared.tokenizer)
     identity = {
         "checkpoint": checkpoint,
         "tokenizer": tokenizer,
@@ -152,6 +149,17 @@ def _checkpoint(given: str | os.PathLike[str] | None) -> tuple[dict[str, Any], d
     facts = resolution.model_facts(given)
     whole = set(facts) == set(resolution.MODEL_FACTS)
     return {"digest": canon.digest(files), "files": files, "synthetic": None}, facts if whole else None
+
+
+def _tokenizer(given: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """A row's tokenizer: its files, where they are named; whether the ids are from it, nobody knows."""
+    unknown = {"id": None, "policy": None, "digest": None, "files": {}}
+    if given is None:
+        return unknown
+    files = _digests(resolution.tokenizer_files, given, "tokenizer")
+    if not files:
+        raise XdError("holds no tokenizer file", code="bad-tokenizer", where=os.fspath(given))
+    return unknown | {"digest": canon.digest(files), "files": files}
 
 
 def _digests(read: Any, directory: str | os.PathLike[str], what: str) -> dict[str, str]:
