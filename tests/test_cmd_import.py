@@ -32,6 +32,25 @@ def trainer_csv(path: Path, shift: float = 0.0) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+def rescored(path: Path, changed: dict[int, int] | None = None) -> None:
+    """What vLLM gives for the sequences of tests/dumps/vllm.json as prompts: each token's logprob, one token behind."""
+    (request,) = json.loads((DUMPS / "vllm.json").read_text())
+    answers = []
+    for output in request["outputs"]:
+        ids = [*request["prompt_token_ids"], *output["token_ids"]]
+        own = [None, *([-1.0] * (len(request["prompt_token_ids"]) - 1)),
+               *(position[str(token)]["logprob"] for position, token in zip(output["logprobs"], output["token_ids"],
+                                                                           strict=True))]  # fmt: skip
+        ids = [(changed or {}).get(at, token) for at, token in enumerate(ids)]
+        answers.append({
+            "prompt_token_ids": ids,
+            "prompt_logprobs": [value and {str(token): {"logprob": value}}
+                                for token, value in zip(ids, own, strict=True)],
+            "outputs": [{"token_ids": [2], "logprobs": None}],
+        })  # fmt: skip
+    path.write_text(json.dumps(answers))
+
+
 MAPPED = ("--map", "sequence=seq", "--map", "token_id=id", "--map", "active=mask", "--map", "logprob=logp")
 
 
@@ -64,7 +83,7 @@ def blocks() -> dict[str, str]:
     page, readme = ((ROOT / name).read_text() for name in ("docs/import.md", "README.md"))
     shown = re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S)
     shown += re.findall(r"^(    xd-import (?:.*\n)+?)$", readme, re.M)
-    assert len(shown) == 3
+    assert len(shown) == 4
     return {f"{number}: {text.split(chr(10))[0].strip()}": text for number, text in enumerate(shown)}
 
 
@@ -72,6 +91,7 @@ def blocks() -> dict[str, str]:
 def test_the_pages_commands_run(xd, tmp_path, name):
     shutil.copy(DUMPS / "vllm.json", tmp_path / "r.json")
     shutil.copy(DUMPS / "prime_rl.jsonl", tmp_path / "rank_0.jsonl")
+    rescored(tmp_path / "again.json")
     trainer_csv(tmp_path / "t.csv")
     text = (tmp_path / "t.csv").read_text()
     header = "sequence,token_id,active," + ("logp" if "logprob=logp" in blocks()[name] else "logprob")
@@ -134,6 +154,36 @@ def test_other_tokens_are_refused_and_the_first_is_named(xd, tmp_path, old, new,
     ran = xd("xd-import", "trl", "other.jsonl", "--side", "training", stdin=first.out)
     assert (ran.status, ran.out) == (65, "") and re.search(words, ran.err), ran.err
     assert len(ran.err.splitlines()) == 1 and snapshot(attempt) == before
+
+
+def test_a_rescoring_by_prompts_takes_the_mask_of_the_other_side(xd, tmp_path):
+    rescored(tmp_path / "again.json")
+    words = ("vllm", "again.json", "--side", "training", "--of-prompts")
+    first = xd("xd-import", "vllm", DUMPS / "vllm.json", "--side", "rollout", *NEW)
+    ran = xd("xd-import", *words, stdin=first.out)
+    assert (ran.status, ran.out) == (0, first.out), ran.err
+    assert xd("xd-compare", ran.out.strip()).status == 0
+    judged = Attempt.open(tmp_path / ran.out.strip()).comparison()
+    assert (judged["counts"]["active"], judged["counts"]["bitwise_equal"]) == (16, 16)
+    alone = xd("xd-import", *words, *NEW)
+    assert (alone.status, alone.out) == (65, "") and "does not say which tokens count" in alone.err
+    rescored(tmp_path / "again.json", {60: 3})
+    other = xd("xd-import", *words, stdin=xd("xd-import", "vllm", DUMPS / "vllm.json", "--side", "rollout", *NEW).out)
+    assert other.status == 65 and "another token" in other.err
+
+
+def test_a_table_without_a_mask_takes_it_too(xd, tmp_path):
+    trainer_csv(tmp_path / "t.csv")
+    text = re.sub(r"^(\w+,\w+),\w+,", r"\1,", (tmp_path / "t.csv").read_text(), flags=re.M)
+    assert text.startswith("seq,id,logp")
+    (tmp_path / "t.csv").write_text(text)
+    mapped = [word for word in MAPPED if word not in ("active=mask",)]
+    mapped.pop(mapped.index("token_id=id") + 1)
+    first = xd("xd-import", "vllm", DUMPS / "vllm.json", "--side", "rollout", *NEW)
+    ran = xd("xd-import", "csv", "t.csv", "--side", "training", *mapped, stdin=first.out)
+    assert ran.status == 0, ran.err
+    with TensorFile(Attempt.open(tmp_path / ran.out.strip()).file("score_training.safetensors")) as file:
+        assert int(file.array("active_mask").sum()) == 16
 
 
 def test_a_bad_dump_writes_nothing(xd, tmp_path):

@@ -309,6 +309,33 @@ def test_sglangs_prompt_is_unknown_where_its_logprobs_begin_later(tmp_path):
     assert record.logprobs["rollout"][2] == -0.25 and np.isnan(record.logprobs["rollout"][:2]).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "dump", "count"),
+    [("vllm", "vllm.json", 1), ("vllm", "vllm_flat.json", 1), ("openai", "openai_chat.json", 1),
+     ("openai", "openai_echo.json", 1), ("openai", "openai_echo_ids.json", 1), ("openai", "openai_generate.json", 1)],
+)  # fmt: skip
+def test_sequences_that_went_in_as_prompts_are_scored_there(name, dump, count):
+    """What stands over the prompt of a plain reading, and nothing behind it."""
+    plain = read(name, DUMPS / dump, ["training"])[0]
+    of = formats.named(name, {}, of_prompts=True)
+    records = list(formats.records(of, [DUMPS / dump], ["training"], Notes()))
+    assert len(records) == count
+    prompt = slice(0, plain.prompt_len)
+    assert records[0].token_ids.tolist() == plain.token_ids[prompt].tolist()
+    assert records[0].logprobs["training"].tobytes() == plain.logprobs["training"][prompt].tobytes()
+    assert np.isfinite(records[0].logprobs["training"][1:]).all()
+    assert (records[0].active, records[0].prompt_len) == (None, None)
+
+
+def test_prompts_that_were_not_scored_are_not_taken_for_scored():
+    for name, dump in (("openai", "openai_completions.json"), ("sglang", "sglang.json"), ("trl", "trl.jsonl")):
+        with pytest.raises(XdError):
+            of = formats.named(name, {}, of_prompts=True)
+            records = formats.records(of, [DUMPS / dump], ["training"], Notes())
+            assert next(records).logprobs["training"][1:].tolist() == [-3.0, -0.25], "sglang's first answer has them"
+            next(records)
+
+
 def test_one_sides_dump_is_not_both():
     with pytest.raises(XdError) as caught:
         read("vllm", DUMPS / "vllm.json")
@@ -358,14 +385,12 @@ def test_columns_of_other_names_are_mapped(tmp_path):
         read("csv", path, ["rollout"], {})
 
 
-def test_a_table_without_a_mask_counts_what_has_a_logprob_and_says_so(tmp_path):
+def test_a_table_without_a_mask_leaves_that_open(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("sequence,token_id,logprob\na,5,\na,8,-0.5\na,9,-1.25\nb,6,\nb,7,-1\n")
-    notes = Notes()
-    records = list(formats.records(formats.named("csv", {}), [path], ["training"], notes))
-    assert [record.active.tolist() for record in records] == [[False, True, True], [False, True]]
-    assert [record.prompt_len for record in records] == [1, 1]
-    assert notes.lines()[0].startswith("2 sequences say neither")
+    records = read("csv", path, ["training"])
+    assert [record.token_ids.tolist() for record in records] == [[5, 8, 9], [6, 7]]
+    assert [(record.active, record.prompt_len) for record in records] == [(None, None)] * 2
 
 
 @pytest.mark.parametrize("pair", ["logprob", "logprob=", "another=x", "=x"])

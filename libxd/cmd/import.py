@@ -34,6 +34,9 @@ xd-import prime-rl token_exports/step_3/rank_0.jsonl --side both --runs runs --e
 @click.option("--into", metavar="ATTEMPT", help="Add the side to this attempt; without --runs it is read from stdin.")
 @click.option("--map", "mapped", multiple=True, metavar="TARGET=COLUMN",
               help="csv, parquet, jsonl: the column that holds what xd calls TARGET (several times).")
+@click.option("--of-prompts", is_flag=True,
+              help="vllm, openai, sglang: the sequences went in as prompts, to be scored; what was generated is left "
+              "out, and the other side says which tokens count.")
 @click.option("--name", default="imported", show_default=True, help="With --runs: what tables call it.")
 @click.option("--dtype", "dtypes", multiple=True, metavar="[SIDE=]DTYPE",
               help="With --runs: what the sides computed in, by which the contract chooses the threshold; no default.")
@@ -46,7 +49,7 @@ xd-import prime-rl token_exports/step_3/rank_0.jsonl --side both --runs runs --e
 @click.option("--contract", default="ws1", show_default=True, help="With --runs: the numerical contract that judges.")
 def cli(
     console: Console, format: str, files: tuple[Path, ...], side: str, runs: Path | None, experiment: str | None,
-    into: str | None, mapped: tuple[str, ...], **declared: Any,
+    into: str | None, mapped: tuple[str, ...], of_prompts: bool, **declared: Any,
 ) -> None:  # fmt: skip
     """Import the token ids and logprobs of a dump (FORMAT FILE...), strictly and without loss, and print the attempt.
 
@@ -69,7 +72,7 @@ def cli(
     for given in [None] if runs is not None else _attempt(console, into):
         with console.guard():
             target = Attempt.open(given) if given is not None else None
-            read = dump.read(format, files, sides, mapping)
+            read = dump.read(format, files, sides, mapping, of_prompts).masked_by(target)
             if target is None:
                 target = _begin(runs, experiment, read, **declared)
             _add(console, target, read)
@@ -118,8 +121,8 @@ def _add(console: Console, attempt: Attempt, read: Any) -> None:
         for note in publish.add(attempt, side, read.batch, source=read.source(), extras=number == 0):
             console.info(note)
     for note in read.notes:
-        console.info(note)
-    console.info(read.summary())
+        console.info(f"{read.name}: {note}")
+    console.info(f"{read.name}: {read.summary()}")
     console.info(f"not known from it: {read.unknown}")
 
 

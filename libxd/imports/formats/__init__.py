@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,14 +24,18 @@ _MODULES = {
 NAMES = tuple(_MODULES)
 
 
-def named(name: str, mapping: Mapping[str, str]) -> Format:
-    """The format of this name; `mapping` (target -> column) is for tables. XdError 2 where it is for no table."""
+def named(name: str, mapping: Mapping[str, str], of_prompts: bool = False) -> Format:
+    """The format of this name; `mapping` (target -> column) is for tables, `of_prompts` for engines. XdError 2."""
     module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
-    if _MODULES[name] == "columns":
-        return module.formats(mapping)[name]
-    if mapping:
+    table = _MODULES[name] == "columns"
+    of = module.formats(mapping)[name] if table else module.FORMAT
+    if mapping and not table:
         raise XdError("--map is for csv, parquet and jsonl", status=Status.USAGE, code="usage", found=name)
-    return module.FORMAT
+    if not of_prompts:
+        return of
+    if of.of_prompts is None:
+        raise XdError("--of-prompts is for vllm, openai and sglang", status=Status.USAGE, code="usage", found=name)
+    return replace(of, parse=of.of_prompts)
 
 
 def records(of: Format, paths: Sequence[Path], sides: Sequence[str], notes: Notes) -> Iterator[Record]:

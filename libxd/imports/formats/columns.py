@@ -16,7 +16,7 @@ import numpy as np
 
 from libxd.errors import Status, XdError
 from libxd.imports.files import CSV, JSON, PARQUET
-from libxd.imports.formats.format import Format, joined, whole
+from libxd.imports.formats.format import Format, joined, unmasked, whole
 from libxd.imports.record import Record
 from libxd.imports.rows import Row
 from libxd.rundir import SIDES
@@ -68,18 +68,15 @@ def _parse(row: Row, sides: Sequence[str]) -> Iterator[Record]:
     prompt_len = row.integer("prompt_len")
     if prompt_len is not None and not 0 <= prompt_len <= len(ids):
         raise row.error("prompt_len", "is not of these tokens", found=prompt_len, expected=f"0 to {len(ids)}")
-    if "active" in row:
-        active = row.mask("active", len(ids))
-    elif prompt_len is not None:
-        active = np.arange(len(ids)) >= prompt_len
-    else:
-        active = ~np.any([np.isnan(values) for values in logprobs.values()], axis=0)
-        row.notes.add("sequences say neither what is active nor where the prompt ends: what has a logprob counts")
     advantage = row.need("advantage") if "advantage" in row else None
     about = {
         "prompt": row.key("prompt"), "reward": row.number("reward"), "version": row.integer("version"),
         "advantage": row.floats("advantage", len(ids)) if isinstance(advantage, list) else row.number("advantage"),
     }  # fmt: skip
+    if "active" not in row and prompt_len is None:
+        yield unmasked(row, ids, logprobs, **about)
+        return
+    active = row.mask("active", len(ids)) if "active" in row else np.arange(len(ids)) >= prompt_len
     if prompt_len is None:
         yield whole(row, ids, active, logprobs, **about)
         return

@@ -20,6 +20,7 @@ class Format:
     """`files`: suffixes. `lead`: columns that say how many rows a file of tensors has; `inside`: members of such a file
     that hold its rows. `sides`: () where an entry holds one logprob a token and the caller knows whose. `unknown`: what
     cannot be told from it, beside semantics, weights and knobs, which are in none. `entries`: a file's rows as entries.
+    `of_prompts`: parses entries whose sequences went in as prompts, to be scored; what was generated is left out.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Format:
     sides: tuple[str, ...] = ()
     unknown: str = ""
     entries: Callable[[Iterator[Row]], Iterator[Row]] = iter
+    of_prompts: Parse | None = None
 
 
 def joined(
@@ -69,6 +71,13 @@ def whole(row: Row, ids: np.ndarray, active: np.ndarray, logprobs: Mapping[str, 
         raise row.error(None, "holds no tokens", code="empty")
     prompt_len = int(np.argmax(active)) if active.any() else len(ids)
     return Record(ids.astype(np.int32), prompt_len, active, dict(logprobs), where=row.place, **about)
+
+
+def unmasked(row: Row, ids: np.ndarray, logprobs: Mapping[str, np.ndarray], **about: Any) -> Record:
+    """A record of ids [T] of which the dump does not say what counts."""
+    if not len(ids):
+        raise row.error(None, "holds no tokens", code="empty")
+    return Record(ids.astype(np.int32), None, None, dict(logprobs), where=row.place, **about)
 
 
 def only(values: np.ndarray, where: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from libxd.imports.files import JSON
-from libxd.imports.formats.format import Format, joined, span_version
+from libxd.imports.formats.format import Format, joined, span_version, unmasked
 from libxd.imports.formats.vllm import of_positions
 from libxd.imports.record import Record
 from libxd.imports.rows import Row
@@ -42,6 +42,29 @@ def _parse(row: Row, sides: Sequence[str]) -> Iterator[Record]:
             choice, prompt, response, {side: values}, of_prompt=None if of_prompt is None else {side: of_prompt},
             prompt=_group(row, choice), version=span_version(choice),
         )  # fmt: skip
+
+
+def _parse_prompts(row: Row, sides: Sequence[str]) -> Iterator[Record]:
+    """Of a chat's answer one, of completions one a choice, from `prompt_logprobs` or from an echo."""
+    row = _body(row)
+    (side,) = sides
+    if "prompt_logprobs" in row:
+        prompt = row.ids("prompt_token_ids", _ASK)
+        values = _floored(row, of_positions(row, "prompt_logprobs", prompt))
+        yield unmasked(row, prompt, {side: values}, prompt=row.key("id") or row.key("request_id"))
+        return
+    for choice in row.rows("choices"):
+        if "prompt_logprobs" in choice and "prompt_token_ids" in choice:
+            prompt = choice.ids("prompt_token_ids")
+            values = _floored(choice, of_positions(choice, "prompt_logprobs", prompt))
+        else:
+            choice.need("logprobs", 'ask for "prompt_logprobs", or for "echo" and "logprobs"')
+            ids, of_all = _tokens(choice)
+            echoed = _echoed(row, choice, _prompt(row, choice), ids, of_all)
+            if echoed is None:
+                raise choice.error("logprobs", "are of the response alone", hint='ask for "prompt_logprobs" or "echo"')
+            prompt, values = ids[:echoed], of_all[:echoed]
+        yield unmasked(choice, prompt, {side: values}, prompt=_group(row, choice))
 
 
 def _body(row: Row) -> Row:
@@ -141,5 +164,6 @@ FORMAT = Format(
     about="answers of OpenAI-style servers with token ids: completions, chat, vLLM's generate and run-batch",
     files=JSON,
     parse=_parse,
+    of_prompts=_parse_prompts,
     unknown="whether logprobs are raw or processed; the prompt, unless its ids were asked for",
 )

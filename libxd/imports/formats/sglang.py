@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from libxd.imports.files import JSON
-from libxd.imports.formats.format import Format, joined, span_version, version
+from libxd.imports.formats.format import Format, joined, span_version, unmasked, version
 from libxd.imports.record import Record
 from libxd.imports.rows import Row
 
@@ -25,6 +25,14 @@ def _parse(row: Row, sides: Sequence[str]) -> Iterator[Record]:
         policy = version([about.need("weight_version")])
     inputs = None if of_prompt is None else {side: of_prompt}
     yield joined(row, prompt, response, {side: values}, of_prompt=inputs, version=policy)
+
+
+def _parse_prompts(row: Row, sides: Sequence[str]) -> Iterator[Record]:
+    (side,) = sides
+    prompt, values = _prompt(row, row.row("meta_info"))
+    if prompt is None or values is None:
+        raise row.error("meta_info", "holds no logprobs of the whole prompt", hint="ask with logprob_start_len=0")
+    yield unmasked(row, prompt, {side: values})
 
 
 def _entries(about: Row, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -81,6 +89,7 @@ FORMAT = Format(
     about="answers of SGLang's /generate with return_logprob",
     files=JSON,
     parse=_parse,
+    of_prompts=_parse_prompts,
     unknown="whether output logprobs are before or after temperature (SGLANG_RETURN_ORIGINAL_LOGPROB); the prompt, "
     "unless logprob_start_len=0 or return_prompt_token_ids was asked for",
 )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from libxd.imports.files import JSON
-from libxd.imports.formats.format import Format, joined, span_version
+from libxd.imports.formats.format import Format, joined, span_version, unmasked
 from libxd.imports.record import Record
 from libxd.imports.rows import Row
 
@@ -33,6 +33,13 @@ def _parse(row: Row, sides: Sequence[str]) -> Iterator[Record]:
             of_prompt=None if of_prompt is None else {side: of_prompt},
             prompt=row.key("request_id"), version=span_version(output),
         )  # fmt: skip
+
+
+def _parse_prompts(row: Row, sides: Sequence[str]) -> Iterator[Record]:
+    (side,) = sides
+    prompt = row.ids("prompt_token_ids")
+    row.need("prompt_logprobs", "ask for it: SamplingParams(prompt_logprobs=0)")
+    yield unmasked(row, prompt, {side: of_positions(row, "prompt_logprobs", prompt)}, prompt=row.key("request_id"))
 
 
 def of_positions(row: Row, name: str, ids: np.ndarray) -> np.ndarray:
@@ -80,5 +87,6 @@ FORMAT = Format(
     about="RequestOutput of vLLM's LLM.generate",
     files=JSON,
     parse=_parse,
+    of_prompts=_parse_prompts,
     unknown="whether logprobs are raw or processed (logprobs_mode)",
 )
