@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tolerances import DECODE_AGAINST_ONE_PASS_FLOAT32_NATS
 
 from libxd import tensors
 from libxd.errors import Status, XdError
@@ -196,6 +197,16 @@ def test_slimes_dumps_as_torch_saves_them(tmp_path):
     for path in (rollout, train, columns_):
         for record, expected in zip(read("slime", path), (FIRST, SECOND), strict=True):
             assert_is(record, expected)
+
+
+def test_what_trls_trainer_really_had():
+    """A batch of GRPOTrainer: the rollout's logprobs are near the trainer's, and a token further they are not."""
+    records = read("trl", DUMPS / "trl_batch.safetensors")
+    assert [(len(record.token_ids), record.prompt_len) for record in records] == [(48, 36)] * 4
+    rollout, training = (np.stack([record.logprobs[side][36:] for record in records]) for side in SIDES)
+    assert 0 < np.abs(training - rollout).max() < DECODE_AGAINST_ONE_PASS_FLOAT32_NATS
+    assert np.abs(training[:, 1:] - rollout[:, :-1]).max() > 1, "the control"
+    assert len({record.advantage for record in records}) == 4
 
 
 # -- engines: one side

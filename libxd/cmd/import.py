@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +65,18 @@ def cli(
         raise click.UsageError("--runs makes an attempt and --into takes one: give one of them")
     if runs is None and (said := _declared_in_vain(declared)):
         raise click.UsageError(f"{said} is declared when an attempt is made: with --runs")
-    from libxd.imports import dump
+    from libxd.imports import dump, publish
     from libxd.imports.formats import columns
 
     sides = SIDES if side == "both" else (side,)
     mapping = columns.mapping(mapped)
+    begin = runs is not None and partial(publish.begin, runs, experiment, **_declared(**declared))
     for given in [None] if runs is not None else _attempt(console, into):
         with console.guard():
             target = Attempt.open(given) if given is not None else None
             read = dump.read(format, files, sides, mapping, of_prompts).masked_by(target)
-            if target is None:
-                target = _begin(runs, experiment, read, **declared)
+            if begin:
+                target = begin(batch=read.batch)
             _add(console, target, read)
             console.emit(str(target))
 
@@ -100,18 +102,17 @@ def _attempt(console: Console, into: str | None) -> Iterator[str]:
     yield from paths
 
 
-def _begin(
-    runs: Path | None, experiment: str | None, read: Any, *, name: str, dtypes: tuple[str, ...], checkpoint: str | None,
-    tokenizer: Path | None, semantics: str | None, rollout_mode: str | None, contract: str,
-) -> Attempt:  # fmt: skip
-    from libxd.imports import declarations, publish
+def _declared(
+    name: str, dtypes: tuple[str, ...], checkpoint: str | None, tokenizer: Path | None, semantics: str | None,
+    rollout_mode: str | None, contract: str,
+) -> dict[str, Any]:  # fmt: skip
+    """What `publish.begin` is told beside the batch; said wrong, it is refused before minutes of reading."""
+    from libxd.imports import declarations
     from libxd.imports.request import Declared
 
-    declared = Declared(
-        declarations.dtypes(dtypes), checkpoint, tokenizer, declarations.semantics(semantics), rollout_mode, contract
-    )
-    assert runs is not None and experiment is not None
-    return publish.begin(runs, experiment, name, read.batch, declared)
+    computed, processed = declarations.dtypes(dtypes), declarations.semantics(semantics)
+    return {"name": name,
+            "declared": Declared(computed, checkpoint, tokenizer, processed, rollout_mode, contract)}  # fmt: skip
 
 
 def _add(console: Console, attempt: Attempt, read: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from libxd.errors import Status, XdError
 from libxd.identity import UNPROCESSED
 from libxd.imports.request import dtype_name
+from libxd.knobs import DTYPES
 from libxd.rundir import SIDES
 
 _PENALTIES = tuple(UNPROCESSED["penalties"])
@@ -16,7 +17,7 @@ _NUMBERS = ("temperature", "top_p", "top_k", *_PENALTIES)
 
 
 def dtypes(texts: Iterable[str]) -> dict[str, str]:
-    """side -> dtype, of "DTYPE" for both or "SIDE=DTYPE". XdError 2 for a side twice, or that is none."""
+    """side -> dtype, of "DTYPE" for both or "SIDE=DTYPE". XdError 2 for a side twice, that is none, or of no dtype."""
     result: dict[str, str] = {}
     for text in texts:
         side, equals, name = text.rpartition("=")
@@ -26,6 +27,12 @@ def dtypes(texts: Iterable[str]) -> dict[str, str]:
                 raise _usage(f"--dtype {text}", "says a side's dtype twice" if each in result else "names no side",
                              "DTYPE, or rollout=DTYPE and training=DTYPE")  # fmt: skip
             result[each] = dtype_name(name)
+            if result[each] not in DTYPES:
+                raise _usage(f"--dtype {text}", "is no dtype to compute in", " or ".join(DTYPES))
+    for side in SIDES:
+        if side not in result:
+            what = f"say what the {side} side computed in: the contract's threshold goes by it, and it has no default"
+            raise _usage("--dtype", what, " or ".join(DTYPES))
     return result
 
 
