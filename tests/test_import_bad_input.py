@@ -6,9 +6,11 @@ import base64
 import json
 import os
 import pickle
+import random
 import re
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,7 @@ LINES: dict[str, tuple[str, str, str]] = {
     "a weight in a mask": (row(completion_mask=[1, 0.5, 0]), "/completion_mask/1", "neither 0 nor 1 .found 0.5"),
     "a hole in a mask of padding": (row(completion_mask=[1, 0, 1]), "/completion_mask/1", "padding on the right"),
     "padding on the wrong side": (row(prompt_mask=[1, 1, 0]), "/prompt_mask/2", "padding on the left"),
-    "NaN": (GOOD.replace("-1.5,", "NaN,"), "/old_per_token_logps/1", "NaN is not JSON"),
+    "NaN": (GOOD.replace("-1.5,", "NaN,"), "/old_per_token_logps/1", "NaN is not JSON .write null"),
     "-Infinity": (GOOD.replace("-1.5,", "-Infinity,"), "/old_per_token_logps/1", "-Infinity is not JSON"),
     "a number beyond a float64": (GOOD.replace("-1.5,", "-1e999,"), "/old_per_token_logps/1", "does not fit a float32"),
     "a number beyond a float32": (row(old_per_token_logps=[-0.5, -1e39, -2.0]), "/old_per_token_logps/1",
@@ -343,6 +345,64 @@ def test_what_is_no_file_of_the_format(name, status, tmp_path):
         (tmp_path / other).write_text(GOOD)
     error = fails("trl", tmp_path / name)
     assert error.status == status and error.where == str(tmp_path / name)
+
+
+_VALUES = (None, True, 0, -1, 2**31, 2**70, 1.5, 1e300, "", "x", "[1 2]", [], {}, [None], [[]], ["a"], "token_id:5")
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(container, key) of everything in it."""
+    for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        yield value, key
+        if isinstance(item, dict | list):
+            yield from _places(item)
+
+
+def _broken(rng: random.Random, dump: Path) -> bytes:
+    """The dump with a member replaced or left out, or with bytes changed, left out, or cut off."""
+    data = dump.read_bytes()
+    if dump.suffix in (".json", ".jsonl") and rng.random() < 0.75:
+        lines = [data] if dump.suffix == ".json" else data.splitlines()
+        at = rng.randrange(len(lines))
+        value = json.loads(lines[at])
+        container, key = rng.choice(list(_places(value)))
+        if rng.random() < 0.25:
+            del container[key]
+        else:
+            container[key] = rng.choice(_VALUES)
+        lines[at] = json.dumps(value).encode()
+        return b"\n".join(lines)
+    changed, at = bytearray(data), rng.randrange(len(data))
+    match rng.randrange(3):
+        case 0:
+            changed[at] = rng.randrange(256)
+        case 1:
+            del changed[at : at + rng.randrange(1, 50)]
+        case 2:
+            del changed[at:]
+    return bytes(changed)
+
+
+def test_whatever_is_broken_is_an_error_and_no_accident(tmp_path):
+    """Of 600 broken dumps, a good part of them still sound, each is read whole or refused by an XdError of one line."""
+    of_dump = {dump: next((name for name in formats.NAMES if dump.stem.replace("_", "-").startswith(name)), "jsonl")
+               for dump in sorted(DUMPS.iterdir()) if dump.suffix != ".md"}  # fmt: skip
+    of_dump[DUMPS / "tokens.csv"] = "csv"
+    assert set(of_dump.values()) == {*formats.NAMES} - {"parquet"}
+    rng, outcomes = random.Random(0), Counter()
+    for number in range(600):
+        dump = rng.choice(list(of_dump))
+        path = tmp_path / f"{number}{dump.suffix}"
+        path.write_bytes(_broken(rng, dump))
+        of = formats.named(of_dump[dump], {})
+        try:
+            list(formats.records(of, [path], of.sides or ("rollout",), Notes()))
+            outcomes["read"] += 1
+        except XdError as error:
+            outcomes[error.code] += 1
+            assert all("\n" not in issue.line() for issue in error.issues)
+        path.unlink()
+    assert outcomes["read"] > 50 and outcomes["bad-field"] > 50 and outcomes["truncated"] > 5, outcomes
 
 
 def test_a_fifo_is_not_waited_for(tmp_path):

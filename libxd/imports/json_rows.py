@@ -72,7 +72,18 @@ def _parsed(data: bytes, where: str) -> Any:
     if len(data) <= _MOST:
         with contextlib.suppress(ValueError, RecursionError, _Suspect):
             return _DECODER.decode(data.decode("utf-8"))
-    return strictjson.loads(data, where, max_bytes=_MOST)
+    return _strictly(data, where)
+
+
+def _strictly(data: bytes | str, where: str) -> Any:
+    """What `strictjson` makes of it; of a number that is none it says what to write instead."""
+    try:
+        return strictjson.loads(data, where, max_bytes=_MOST)
+    except XdError as error:
+        for issue in error.issues:
+            if issue.code == "not-finite":
+                issue.hint = "write null where there is no logprob"
+        raise
 
 
 class _Suspect(Exception):
@@ -174,7 +185,7 @@ class _Laid:
                 value, end = decoder.raw_decode(self._text, self._at)
             except (_Suspect, RecursionError):
                 if decoder is _LENIENT:
-                    return strictjson.loads(self._text[self._at :], where, max_bytes=_MOST)
+                    return _strictly(self._text[self._at :], where)
                 decoder = _LENIENT  # to find where it ends
             except json.JSONDecodeError as error:
                 unended = error.pos > len(self._text) - _NEAR or error.msg.startswith("Unterminated")
@@ -187,7 +198,7 @@ class _Laid:
             else:
                 text, at = self._text, self._at
                 self._move(end)
-                return value if decoder is _DECODER else strictjson.loads(text[at:end], where, max_bytes=_MOST)
+                return value if decoder is _DECODER else _strictly(text[at:end], where)
 
     def _not_json(self, what: str, at: int, where: str) -> XdError:
         rest = self._text[at:].strip()

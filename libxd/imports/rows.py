@@ -18,6 +18,8 @@ from libxd.plain import shortened
 from libxd.strictjson import pointer_to
 
 _MOST_ID = 2**31 - 1  # token ids are int32 in a score file
+_MOST_INT64 = 2**63 - 1
+_MOST_FLOAT32 = float(np.finfo(np.float32).max)
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{16,}={0,2}\s*")
 _PRINTED = re.compile(r"\s*(\[|array\(|tensor\(|<)")
 
@@ -86,14 +88,14 @@ class Row:
         return value
 
     def number(self, name: str) -> float | None:
-        """A finite number; None where there is none."""
+        """A number that a float32 has room for; None where there is none."""
         if name not in self:
             return None
         value = _scalar(self.need(name))
         if type(value) not in (int, float):
             raise self.error(name, f"{name} is {_kind(value)}, not a number", found=_shown(value))
-        if not np.isfinite(value):
-            raise self.error(name, f"{name} is not finite", found=str(value))
+        if not -_MOST_FLOAT32 <= value <= _MOST_FLOAT32:  # nor is NaN
+            raise self.error(name, f"{name} does not fit a float32", found=str(value)[:40])
         return float(value)
 
     def integer(self, name: str) -> int | None:
@@ -102,6 +104,8 @@ class Row:
         value = _scalar(self.need(name))
         if type(value) is not int:
             raise self.error(name, f"{name} is {_kind(value)}, not an integer", found=_shown(value))
+        if abs(value) > _MOST_INT64:
+            raise self.error(name, f"{name} does not fit 64 bits", found=str(value)[:40])
         return value
 
     def text(self, name: str) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from libxd.errors import Status, XdError, of_exception
+from libxd.errors import Status, XdError
 from libxd.imports.json_rows import open_regular
 from libxd.imports.rows import Misfit, Notes, Row
 from libxd.tensors import TensorFile
@@ -137,8 +137,6 @@ def _load(path: Path) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a pickle's age; what it means for us is said below
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except OSError as error:
-        raise of_exception(error, str(path)) from error
     except Exception as error:  # whatever a damaged or hostile file makes of the unpickler; nothing in it has run
         raise _refused(path, error) from error
 

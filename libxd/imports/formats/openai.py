@@ -105,7 +105,7 @@ def _ids(choice: Row, names: list[Any], logprobs: Row) -> np.ndarray:
         raise choice.error("token_ids", "is not the token whose logprob stands beside it", at=at, found=int(listed[at]),
                            expected=named[at])  # fmt: skip
     if named and None not in named:
-        return np.array(named, np.int64)
+        return Row({"tokens": named}, choice.where, choice.notes).ids("tokens")
     if listed is None:
         raise logprobs.error(None, "names its tokens by text, not by id", code="missing-field", found=names[:4],
                              hint=_ASK)  # fmt: skip
