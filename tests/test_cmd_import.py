@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from comparison_fixtures import floats, scored, snapshot
 
+from libxd.imports import formats
 from libxd.rundir import Attempt
 from libxd.tensors import TensorFile
 
@@ -195,6 +196,13 @@ def test_a_bad_dump_writes_nothing(xd, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl"]
     one = xd("xd-import", "trl", DUMPS / "trl.jsonl", "bad.jsonl", "--side", "both", *NEW)
     assert one.status == 65 and not (tmp_path / "runs").exists()
+
+
+def test_help_and_page_name_every_format(xd):
+    ran, page = xd("xd-import", "--help"), (ROOT / "docs" / "import.md").read_text()
+    for name in formats.NAMES:
+        assert re.search(rf"\b{name}\b", " ".join(ran.out.split())) and f"`{name}`" in page
+    assert xd("xd-import", "another", "x", "--side", "both").status == 2
 
 
 def test_a_message_is_an_object_with_log_json(xd):

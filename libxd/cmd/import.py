@@ -27,7 +27,7 @@ xd-import prime-rl token_exports/step_3/rank_0.jsonl --side both --runs runs --e
 
 
 @console.command("xd-import", EXAMPLES)
-@click.argument("format", type=click.Choice(formats.NAMES))
+@click.argument("format", type=click.Choice(formats.NAMES), metavar="FORMAT")
 @click.argument("files", nargs=-1, required=True, type=console.PATH, metavar="FILE...")
 @click.option("--side", required=True, type=click.Choice([*SIDES, "both"]), help="Whose logprobs the files hold.")
 @click.option("--runs", type=console.PATH, help="Make a new attempt under this directory.")
@@ -52,7 +52,10 @@ def cli(
     console: Console, format: str, files: tuple[Path, ...], side: str, runs: Path | None, experiment: str | None,
     into: str | None, mapped: tuple[str, ...], of_prompts: bool, **declared: Any,
 ) -> None:  # fmt: skip
-    """Import the token ids and logprobs of a dump (FORMAT FILE...), strictly and without loss, and print the attempt.
+    """Import the token ids and logprobs of a dump, strictly and without loss, and print the attempt's path.
+
+    FORMAT is vllm, openai or sglang (what engines answer, one side), trl, verl, openrlhf, slime, prime-rl or nemo-rl
+    (what trainers hold, either side or both), or csv, parquet or jsonl (a table with named columns).
 
     The first side makes an attempt (--runs, --experiment); the other is added to it, if its tokens and its mask are the
     same. What no dump holds (weights, knobs, what was done to the logits) stays unknown unless it is declared, and the

@@ -42,25 +42,26 @@ class Batch:
 
         XdError 65 for the first record that contradicts itself, or holds another thing than those before it.
         """
-        spool, kept = Spool(), _Beside()
-        for record in _checked(records, where):
-            first = np.arange(len(record.token_ids)) == 0
-            _require_ids(record.token_ids, record.where or where)
-            spool.append("token_ids", record.token_ids.astype(np.int32))
-            spool.append("active", record.active)
-            for side, values in record.logprobs.items():
-                spool.append(side, _scored(values, record.active, first))
-            kept.add(record, spool)
-        return cls(
-            token_ids=spool.array("token_ids"),
-            cu_seqlens=np.cumsum([0, *kept.lengths], dtype=np.int64),
-            active_mask=spool.array("active"),
-            # one without a prompt has tokens that nothing comes before
-            prompt_lens=np.array(kept.prompt_lens, np.int32) if all(kept.prompt_lens) else None,
-            logprobs={side: spool.array(side) for side in kept.sides},
-            extras=kept.extras(spool),
-            places=[place or where for place in kept.places],
-        )
+        kept = _Beside()
+        with Spool() as spool:
+            for record in _checked(records, where):
+                first = np.arange(len(record.token_ids)) == 0
+                _require_ids(record.token_ids, record.where or where)
+                spool.append("token_ids", record.token_ids.astype(np.int32))
+                spool.append("active", record.active)
+                for side, values in record.logprobs.items():
+                    spool.append(side, _scored(values, record.active, first))
+                kept.add(record, spool)
+            return cls(
+                token_ids=spool.array("token_ids"),
+                cu_seqlens=np.cumsum([0, *kept.lengths], dtype=np.int64),
+                active_mask=spool.array("active"),
+                # one without a prompt has tokens that nothing comes before
+                prompt_lens=np.array(kept.prompt_lens, np.int32) if all(kept.prompt_lens) else None,
+                logprobs={side: spool.array(side) for side in kept.sides},
+                extras=kept.extras(spool),
+                places=[place or where for place in kept.places],
+            )
 
     @classmethod
     def of_arrays(

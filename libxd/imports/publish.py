@@ -106,22 +106,21 @@ def _sequences(batch: Batch) -> frozen.Sequences | None:
     """The tokens frozen: at positions from 0, nothing masked. They are the same file whatever was scored of them."""
     if batch.prompt_lens is None:
         return None
-    spool = Spool()
-    for length in np.diff(batch.cu_seqlens).tolist():
-        spool.append("positions", np.arange(length, dtype=np.int32))
-        spool.append("attention_mask", np.ones(length, bool))
-        spool.append("logprobs", np.full(length, np.nan, np.float32))
+    with Spool() as spool:
+        for length in np.diff(batch.cu_seqlens).tolist():
+            spool.append("positions", np.arange(length, dtype=np.int32))
+            spool.append("attention_mask", np.ones(length, bool))
+            spool.append("logprobs", np.full(length, np.nan, np.float32))
+        constant = {name: spool.array(name) for name in ("positions", "attention_mask", "logprobs")}
     begins = batch.cu_seqlens[:-1]
     prompts = (batch.token_ids[b : b + n].tobytes() for b, n in zip(begins, batch.prompt_lens, strict=True))
     return frozen.Sequences(
         token_ids=batch.token_ids,
         cu_seqlens=batch.cu_seqlens,
         active_mask=batch.active_mask,
-        attention_mask=spool.array("attention_mask"),
-        positions=spool.array("positions"),
         prompt_lens=batch.prompt_lens,
         prompt_index=numbered(prompts),
-        logprobs=spool.array("logprobs"),
+        **constant,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import tempfile
 from typing import IO
@@ -14,10 +15,19 @@ _BUFFER = 1 << 18  # bytes an array
 
 
 class Spool:
-    """Named arrays, each of one dtype. The files are in $TMPDIR, and gone with the last array that was asked for."""
+    """Named arrays, each of one dtype, in files in $TMPDIR. It is closed at the end of its `with`, and arrays that were
+    asked for outlive it; a file is gone with the last array of it."""
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[IO[bytes], np.dtype]] = {}
+
+    def __enter__(self) -> Spool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file, _dtype in self._files.values():
+            with contextlib.suppress(OSError):  # a disk that is full has been spoken of
+                file.close()
 
     def append(self, name: str, values: np.ndarray) -> None:
         """XdError 73 where there is no room."""
