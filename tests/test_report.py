@@ -453,6 +453,9 @@ def test_the_steps_of_others_are_one_report_without_a_baseline(tmp_path):
     assert "Others scored this" in found.value["answer"]["which"][-1]["said"]
     assert found.value["identity"]["sequences"] is None and found.value["identity"]["checkpoint"] == "c" * 64
     assert answer.baseline(found.value["cases"]) is None
+    assert not any("bootstrap" in each or "repeat" in each for each in found.value["answer"]["sure"])
+    unsure = {**found.value, "cases": [{**each, "verdict": "INVALID_IDENTITY"} for each in found.value["cases"]]}
+    assert "the table has the reasons" in answer.of(unsure)["what"]
     shown = Page(formats.render(found, "html").decode())
     assert not shown.unbalanced and "imported" in shown.said and "The line is the baseline" not in shown.said
     for form in ("text", "md", "json"):

@@ -64,6 +64,8 @@ def _what(value: dict[str, Any], cases: list[Case]) -> tuple[Literal["good", "ba
         kinds = " and ".join(sorted({case["verdict"] for case in invalid}))
         are, of = ("case is", "it") if len(invalid) == 1 else ("cases are", "them")
         said.append(f"{len(invalid)} {are} {kinds}: no number of {of} counts.")
+        if value["imported"] and kinds == "INVALID_IDENTITY":
+            said[-1] = f"{len(invalid)} {are} {kinds}, for which the table has the reasons; the differences are there all the same."
     if invalid and (not wrong or baseline(cases) is None):
         return "invalid", " ".join(reversed(said))
     return "bad" if wrong else "good", " ".join(said)
@@ -191,7 +193,7 @@ def _sure(value: dict[str, Any], cases: list[Case]) -> list[str]:
                     for side, noise in sides]  # fmt: skip
             said.append(f"Noise floor, {times} of {floors['baseline']}, in nats: {'; '.join(each)}.")
     sequences, active = value["identity"]["num_sequences"], value["identity"]["num_active"]
-    if sequences is not None and active is not None:
+    if sequences is not None and active is not None and any(case["effects"] for case in cases):
         few = "; with so few they are rough" if sequences < _FEW_SEQUENCES else ""
         said.append(f"Brackets are 95 % of bootstrap draws over {sequences} sequences ({active} active tokens), paired "
                     f"with the baseline, each by itself{few}.")  # fmt: skip
