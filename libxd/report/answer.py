@@ -65,7 +65,8 @@ def _what(value: dict[str, Any], cases: list[Case]) -> tuple[Literal["good", "ba
         are, of = ("case is", "it") if len(invalid) == 1 else ("cases are", "them")
         said.append(f"{len(invalid)} {are} {kinds}: no number of {of} counts.")
         if value["imported"] and kinds == "INVALID_IDENTITY":
-            said[-1] = f"{len(invalid)} {are} {kinds}, for which the table has the reasons; the differences are there all the same."
+            why = "for which the table has the reasons; the differences are there all the same"
+            said[-1] = f"{len(invalid)} {are} {kinds}, {why}."
     if invalid and (not wrong or baseline(cases) is None):
         return "invalid", " ".join(reversed(said))
     return "bad" if wrong else "good", " ".join(said)
