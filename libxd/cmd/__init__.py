@@ -14,7 +14,9 @@ import sys
 from functools import partial
 from typing import NoReturn
 
-TOOLS = ("rollout", "plan", "resume", "materialize", "score", "compare", "seal", "ladder", "impact", "import")
+TOOLS = (
+    "rollout", "plan", "resume", "materialize", "score", "compare", "seal", "ladder", "impact", "import", "bisect",
+)  # fmt: skip
 
 
 def run(tool: str) -> NoReturn:
