@@ -21,9 +21,10 @@ from libxd.rundir import RunDirectory
 EXAMPLES = """
 # which knobs make the mean difference larger than a thousandth of a nat; scores what that takes, then says it
 plan=runs/s0-bisect/plan.jsonl by="--by mean --above 1e-3" policy="--runs runs --runtime cpu-smoke"
-xd-plan -q experiments/s0-bisect.json --runs runs > /dev/null
+xd-plan -q experiments/s0-bisect.json --runs runs > /dev/null; set -o pipefail
 while xd-bisect --next $plan $by $policy > rows; do
-xd-materialize $policy < rows | xd-score --side rollout | xd-score --side training | xd-compare | xd-seal
+xd-materialize $policy < rows | xd-score --side rollout | xd-score --side training |
+xd-compare | xd-seal || [ $? = 69 ] || break
 done; xd-bisect $plan $by $policy
 
 # what has been found so far, of attempts measured anywhere, for a program
