@@ -126,7 +126,8 @@ def _look(console: Console, run: RunDirectory, policy: Policy | None) -> Callabl
 
 
 def _summary(found: bisection.Bisection) -> str:
-    tested = f"{sum(not each.pending for each in found.tests)} cases tested"
+    count = sum(not each.pending for each in found.tests)
+    tested = "1 case tested" if count == 1 else f"{count} cases tested"
     if found.rows:
         return f"{len(found.rows)} to score; {tested}"
     return f"nothing to score: {tested}" + (f"; {found.why}" if found.why else "")
