@@ -1,0 +1,77 @@
+"""Repeat floor: a side beside itself, in a repeat, in another order or in batches of another size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import numpy as np
+
+from libxd import effect
+from libxd.doctor.evidence import Evidence
+from libxd.doctor.finding import FACT, SHAPE, Finding, Rule
+from libxd.records import Case
+from libxd.rundir import SIDES
+
+_SHARE = 0.5
+
+RULE = Rule(
+    "repeats",
+    ("not-repeatable", "batch-shape"),
+    "Of attempts that scored the same tokens under the same conditions: a side of one case that differs in a repeat "
+    "submitted in the same order is not-repeatable. A side that differs in a repeat submitted in another order, or in "
+    "a case with another batch.size alone, by half of mean |training - rollout| or more is batch-shape.",
+    "None: facts. Sides that compute alike are equal bit for bit.",
+)
+
+
+def examine(evidences: Sequence[Evidence]) -> list[Finding]:
+    """Of several attempts together."""
+    again, shaped, floor = [], [], 0.0
+    for a, b in combinations(evidences, 2):
+        for kind, side, seen in _beside(a, b):
+            if not seen.mean_absolute:
+                continue
+            line = (f"{side} of {b.attempt} against {a.attempt}: mean {seen.mean_absolute:.3g}, max "
+                    f"{seen.max_absolute:.3g}, {seen.bitwise_equal_share:.0%} bitwise equal")  # fmt: skip
+            apart = max(float(np.mean(each.magnitude)) for each in (a, b))
+            if kind == "repeat":
+                again.append(line)
+            elif seen.mean_absolute >= _SHARE * apart:
+                shaped.append(f"{line}; mean |training - rollout| is {apart:.3g} ({kind})")
+                floor = max(floor, seen.mean_absolute)
+    findings = []
+    if again:
+        findings.append(Finding("not-repeatable", FACT, "a side differs from itself when nothing is changed", again, [
+            "turn on the engine's deterministic mode, and look for atomics, autotuning, dropout and training mode",
+        ]))  # fmt: skip
+    if shaped:
+        summary = "a side differs from itself in another batch, by as much"
+        findings.append(Finding("batch-shape", SHAPE, summary, shaped, [
+            "a batch-invariant mode or kernels on that side; until then no difference below "
+            f"{floor:.2g} nats means anything",
+        ]))  # fmt: skip
+    return findings
+
+
+def _beside(a: Evidence, b: Evidence) -> Iterator[tuple[str, str, effect.SideEffect]]:
+    """(what is another, side, the effect) of sides that may be set beside one another."""
+    if a.attempt is None or b.attempt is None or not (a.count and b.count):
+        return
+    cases = [Case.read(each) for each in (a.attempt, b.attempt)]
+    requested = [case.requested for case in cases]
+    if requested[0]["case_digest"] == requested[1]["case_digest"]:
+        kind = "repeat" if requested[0]["submission"] == requested[1]["submission"] else "another order"
+    elif _differ_in_batch_alone(*requested):
+        kind = "another batch size"
+    else:
+        return
+    for side in SIDES:
+        if effect.difference_of_conditions(*(case.materialized for case in cases), side) is None:
+            yield kind, side, effect.side_effect(b.attempt, a.attempt, side)
+
+
+def _differ_in_batch_alone(ours: dict, theirs: dict) -> bool:
+    others = {name for name, value in ours["values"].items() if value != theirs["values"][name]}
+    same = all(ours[name] == theirs[name] for name in ("operators", "identity", "contract"))
+    return same and others == {"batch.size"}
