@@ -91,7 +91,7 @@ def rescore(model: str, sequences: Sequences, bos: int | None = None) -> Rescore
     found = operator.taken()
     assert np.array_equal(found["plain"], said[cells]), "the operator is called in the order of the tokens"
     otherwise = {name: column for name, column in found.items() if name not in _PARTS}
-    otherwise |= _of_other_places(otherwise, sequences, cells)
+    otherwise |= of_other_places(otherwise, sequences, cells)
     if bos is not None:
         otherwise["begun with another BOS"] = again.taken()["plain"]
     return Rescored(cells, *(found[name] for name in _PARTS), otherwise)
@@ -168,7 +168,7 @@ def _renormalised(plain: torch.Tensor, mass: torch.Tensor, last: torch.Tensor, r
     return torch.where(rank <= last, inside.clamp(max=0), -torch.inf)
 
 
-def _of_other_places(
+def of_other_places(
     columns: Mapping[str, np.ndarray], sequences: Sequences, cells: np.ndarray
 ) -> dict[str, np.ndarray]:
     """The token's own id under the logits one place early or late, which is another place's other token."""

@@ -10,13 +10,15 @@ from libxd.doctor.finding import FACT, Finding, Rule
 #: nats by which a token must be off for its 0.0 to be a fill value
 _OFF = 1.0
 _FILLS = (0.0, -1.0, -10.0, -100.0, -999.0, -1000.0, -9999.0, -10000.0, -99999.0, -100000.0)
+#: nats above 0 that rounding a log-softmax, or a difference of bfloat16 logits, may reach
+_ABOVE = 0.1
 _BEYOND = -1e5  # nats: no logprob of a float32 softmax over logits that a model gives
 
 RULE = Rule(
     "sentinels",
     ("fill-values",),
-    "Active, on either side: NaN or an infinity; a logprob above 0, or below -1e5; or one that is exactly 0, -1, -10, "
-    "-100, -999 or the like and more than 1 nat from the other side's, which is not that value.",
+    "Active, on either side: NaN or an infinity; a logprob above 0.1, or below -1e5; or one that is exactly 0, -1, "
+    "-10, -100, -999 or the like and more than 1 nat from the other side's, which is not that value.",
     "A logprob of exactly -1 or -10 is one float32 in 2^23; of exactly 0 a token of probability above 1 - 2^-24, which "
     "a sound other side does not hold for 1 nat less likely.",
 )
@@ -34,7 +36,7 @@ def examine(evidence: Evidence) -> Finding | None:
         kinds = {
             "NaN": np.isnan(values),
             "infinite": np.isinf(values),
-            "above 0": (values > 0) & np.isfinite(values),
+            "above 0": (values > _ABOVE) & np.isfinite(values),
             f"below {_BEYOND:g}": (values < _BEYOND) & np.isfinite(values),
         } | {f"exactly {fill:g}": (values == np.float32(fill)) & off for fill in _FILLS}
         for kind, mask in kinds.items():
