@@ -59,6 +59,15 @@ def rope_scaled(engine: Any) -> None:
     engine.base.rotary_emb.inv_freq /= 1.04
 
 
+def positions_late(engine: Any) -> None:
+    """From position 72 on, which lies in most responses, each token stands eight places later than it does."""
+
+    def shifted(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "position_ids": kwargs["position_ids"] + 8 * (kwargs["position_ids"] >= 72)}
+
+    engine.base.rotary_emb.register_forward_pre_hook(shifted, with_kwargs=True)
+
+
 def temperature_low(engine: Any) -> None:
     _shipped("temperature")(engine, 0.9)
 
@@ -73,7 +82,10 @@ def _shipped(name: str) -> Callable[..., None]:
     return getattr(xd_mistakes, name)
 
 
-OWN = {"stale_more": stale_more, "rope_scaled": rope_scaled, "temperature_low": temperature_low}
+OWN = {
+    "stale_more": stale_more, "rope_scaled": rope_scaled, "positions_late": positions_late,
+    "temperature_low": temperature_low,
+}  # fmt: skip
 MISTAKES = (
     "stale_weights", "weight", "positions_shifted", "attention_unscaled", "half_cache", "norm_epsilon",
     "rotary_bfloat16", "other_id", "one_token", "label_shift", "logits_bfloat16", *OWN,

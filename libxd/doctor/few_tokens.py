@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from libxd import roundoff
 from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import SYMPTOM, Finding, Rule
+from libxd.doctor.rounding import usual_maximum
 
 _TIMES, _SHARE = 40.0, 0.02
-#: of an unknown dtype: the coarsest
-_UNKNOWN = "bfloat16"
 
 RULE = Rule(
     "few-tokens",
     ("few-tokens",),
-    "A token's |d| is more than 40 times the 98th percentile of all |d|, and more than 64 unit roundoffs of the "
-    "coarser side's dtype (bfloat16 and unknown ones: 0.25 nats, float16: 0.031), of float32 32 times as many "
-    "(1.2e-4).",
+    "A token's |d| is more than 40 times the 98th percentile of all |d|, and more than rounding makes of a single "
+    "token (bfloat16 0.25 nats, float16 0.031, float32 and unknown dtypes 1.2e-4).",
     "Of the clean pairs none (docs/doctor.md): there the largest is below 20 times. Top-k routing flips an expert by "
     "rounding now and then, and is named.",
     least_tokens=64,
@@ -25,18 +22,10 @@ RULE = Rule(
 _SHOWN = 3
 
 
-def least(evidence: Evidence) -> float:
-    """The |d| in nats that rounding makes of single tokens."""
-    dtypes = [dtype if dtype in roundoff.UNIT_ROUNDOFF else _UNKNOWN for dtype in evidence.dtypes.values()]
-    coarser = max(dtypes, key=lambda dtype: roundoff.UNIT_ROUNDOFF[dtype])
-    factor = roundoff.LEAST_FACTOR["max"] * (roundoff.LIMIT if coarser == "float32" else 1)
-    return factor * roundoff.UNIT_ROUNDOFF[coarser]
-
-
 def examine(evidence: Evidence) -> Finding | None:
     d = evidence.magnitude
     usual = float(np.quantile(d, 1 - _SHARE, method="inverted_cdf"))
-    far = np.flatnonzero(d > max(_TIMES * usual, least(evidence)))
+    far = np.flatnonzero(d > max(_TIMES * usual, usual_maximum(evidence)))
     if not far.size or (not usual and far.size > _SHARE * d.size):
         return None
     worst = far[np.argsort(-d[far], kind="stable")]

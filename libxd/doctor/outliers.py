@@ -6,16 +6,18 @@ import numpy as np
 
 from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import SYMPTOM, Finding, Rule
+from libxd.doctor.rounding import usual_mean
 from libxd.doctor.statistics import medians_by
 
-_TIMES, _RANK, _MOST, _TOKENS = 6.0, 0.75, 0.5, 8
+_TIMES, _RANK, _MOST, _TOKENS = 4.0, 0.75, 0.5, 8
 
 RULE = Rule(
     "outliers",
     ("outlying-prompt", "outlying-sequences"),
-    "A sequence of 8 tokens or more is outlying when its median |d|, for tokens as likely (ten strata), is at least 6 "
-    "times the median sequence's, and its mean rank among such tokens above 0.75. Named when no more than half of the "
-    "sequences are. Sequences of one prompt, all of its samples and no other: outlying-prompt.",
+    "A sequence of 8 tokens or more is outlying when its median |d|, for tokens as likely (ten strata), is at least 4 "
+    "times the median sequence's, its mean rank among such tokens above 0.75, and its mean |d| more than rounding "
+    "makes (bfloat16 0.031 nats, float16 0.0039, float32 and unknown dtypes 1.5e-5). Named when no more than half of "
+    "the sequences are. Sequences of one prompt, all of its samples and no other: outlying-prompt.",
     "Of the clean pairs none (docs/doctor.md): there it is at most 3 times.",
     least_tokens=64,
     least_sequences=4,
@@ -29,11 +31,11 @@ def examine(evidence: Evidence) -> Finding | None:
     own = medians_by(evidence.index, evidence.ratio, size)
     rank = np.bincount(evidence.index, evidence.rank, minlength=size) / counts
     middle = float(np.median(own))
-    outlying = (own >= _TIMES * middle) & (own > 0) & (rank > _RANK) & (counts >= _TOKENS)
+    means = np.bincount(evidence.index, evidence.magnitude, minlength=size) / counts
+    outlying = (own >= _TIMES * middle) & (rank > _RANK) & (counts >= _TOKENS) & (means > usual_mean(evidence))
     if not outlying.any() or outlying.mean() > _MOST:
         return None
     found = np.flatnonzero(outlying)
-    means = np.bincount(evidence.index, evidence.magnitude, minlength=size) / counts
     rest = float(means[~outlying].mean())
     lines = [f"{found.size} of {size} sequences: mean |training - rollout| {means[found].mean():.3g} against "
              f"{rest:.3g} in the others"]  # fmt: skip

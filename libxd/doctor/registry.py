@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from libxd.doctor import (
     aggregates,
@@ -59,7 +59,20 @@ def examined(evidence: Evidence) -> Examined:
             silent[rule.detector] = why
         elif (finding := examine(evidence)) is not None:
             findings.append(finding)
-    return Examined(sorted(findings, key=lambda finding: -finding.likelihood), silent)
+    return Examined(_merged(sorted(findings, key=lambda finding: -finding.likelihood)), silent)
+
+
+def _merged(findings: list[Finding]) -> list[Finding]:
+    """Findings of one cause as one: the likeliest's, with the evidence and the advice of all."""
+    merged: dict[str, Finding] = {}
+    for finding in findings:
+        held = merged.get(finding.cause)
+        if held is not None:
+            more = {name: list(dict.fromkeys([*getattr(held, name), *getattr(finding, name)]))
+                    for name in ("evidence", "next")}  # fmt: skip
+            finding = replace(held, **more)
+        merged[finding.cause] = finding
+    return list(merged.values())
 
 
 def _cannot(rule: Rule, evidence: Evidence) -> str | None:

@@ -17,7 +17,8 @@ _BEYOND = -1e5  # nats: no logprob of a float32 softmax over logits that a model
 RULE = Rule(
     "sentinels",
     ("fill-values",),
-    "Active, on either side: NaN or an infinity; a logprob above 0.1, or below -1e5; or one that is exactly 0, -1, "
+    "Active, on either side: NaN or +inf (-inf is truncation's); a logprob above 0.1, or below -1e5; or one that is "
+    "exactly 0, -1, "
     "-10, -100, -999 or the like and more than 1 nat from the other side's, which is not that value.",
     "A logprob of exactly -1 or -10 is one float32 in 2^23; of exactly 0 a token of probability above 1 - 2^-24, which "
     "a sound other side does not hold for 1 nat less likely.",
@@ -35,7 +36,7 @@ def examine(evidence: Evidence) -> Finding | None:
             off = ~(np.abs(values - other.logprobs) <= _OFF)
         kinds = {
             "NaN": np.isnan(values),
-            "infinite": np.isinf(values),
+            "infinite": np.isposinf(values),
             "above 0": (values > _ABOVE) & np.isfinite(values),
             f"below {_BEYOND:g}": (values < _BEYOND) & np.isfinite(values),
         } | {f"exactly {fill:g}": (values == np.float32(fill)) & off for fill in _FILLS}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from libxd import roundoff
 from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import SYMPTOM, Finding, Rule
+from libxd.doctor.rounding import coarser_dtype, usual_mean
 
-#: eight times the factor of a 135M model; of float32, whose sums round more often, thirty-two times that
-_FACTOR = 8 * roundoff.LEAST_FACTOR["mean"]
+#: times what rounding makes with a 135M model
+_TIMES = 8
 
 RULE = Rule(
     "size",
@@ -20,23 +20,13 @@ RULE = Rule(
 )
 
 
-def limit(evidence: Evidence) -> tuple[str, float] | None:
-    """The coarser side's dtype, and the mean |d| in nats that is more than its rounding; None: a dtype is unknown."""
-    dtypes = evidence.dtypes.values()
-    if not all(dtype in roundoff.UNIT_ROUNDOFF for dtype in dtypes):
-        return None
-    coarser = max(dtypes, key=lambda dtype: roundoff.UNIT_ROUNDOFF[dtype])
-    factor = _FACTOR * (roundoff.LIMIT if coarser == "float32" else 1)
-    return coarser, factor * roundoff.UNIT_ROUNDOFF[coarser]
-
-
 def examine(evidence: Evidence) -> Finding | None:
-    found = limit(evidence)
+    dtype, limit = coarser_dtype(evidence), _TIMES * usual_mean(evidence)
     mean = float(evidence.magnitude.mean())
-    if found is None or mean <= found[1]:
+    if dtype is None or mean <= limit:
         return None
-    return Finding("more-than-rounding", SYMPTOM, f"rounding in {found[0]} does not make so much", [
-        f"mean |training - rollout| {mean:.3g} nats, where {found[1]:.2g} would be a lot for {found[0]}",
+    return Finding("more-than-rounding", SYMPTOM, f"rounding in {dtype} does not make so much", [
+        f"mean |training - rollout| {mean:.3g} nats, where {limit:.2g} would be a lot for {dtype}",
     ], [
         "look at the other findings first; without any, at weights and attention of the side with lower logprobs",
     ])  # fmt: skip

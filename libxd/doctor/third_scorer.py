@@ -15,6 +15,7 @@ from libxd.doctor.statistics import medians_by, two_sided
 from libxd.rundir import SIDES
 
 _HALVED = 0.5
+_LEFT = 0.125  # nats: more than bfloat16 leaves
 _AGREE = 0.9  # of the sequences
 _PADS = tuple(2**k for k in range(5, 18))
 #: of log T: below, a fit to rounding is as far from 1
@@ -28,10 +29,10 @@ RULE = Rule(
     "Each side beside a float32 model with one thing done otherwise: 28 temperatures (a parabola between them), "
     "logprobs times a factor, 5 nuclei, 4 top-k, labels or logits one place off, the likeliest token's logprob, "
     "logits rounded to bfloat16 or float16, 2^5 to 2^17 padded columns, one more begin token. The one with the "
-    "smallest median |residual| is named where that is at most half of what it is with nothing done otherwise, and "
-    "smaller in 90 % of the sequences. A temperature is also named where it leaves more than half: when it is 1 % or "
-    "more from the declared one, and each sequence's own best temperature falls on that side of it in so many "
-    "sequences that coins would do so once in 100 times.",
+    "smallest median |residual| is named where that is at most half of what it is with nothing done otherwise, at "
+    "most 0.125 nats, and smaller in 90 % of the sequences. A temperature is also named where it leaves more than "
+    "half: when it is 1 % or more from the declared one, and each sequence's own best temperature falls on that side "
+    "of it in so many sequences that coins would do so once in 100 times.",
     "Of the clean scorings none (docs/doctor.md). A side whose rounding is much larger than the change hides it.",
     least_tokens=32,
     least_sequences=2,
@@ -80,7 +81,8 @@ def _best(evidence: Evidence, side: str) -> _Fit | None:
     without = np.abs(values - plain[theirs])
     found = [
         fit
-        for cause, name, column in _hypotheses(evidence, side, values, theirs)
+        for cause, name, column in _hypotheses(evidence, values, theirs)
+        if declared == 1.0 or cause == "temperature"  # the others are of raw logprobs
         if (fit := _fit(side, cause, name, values, without, column, sequence)) is not None
     ]
     if found:
@@ -98,7 +100,7 @@ def _fit(
     if usable.sum() < RULE.least_tokens:
         return None
     middle, best = float(np.median(without[usable])), float(np.median(apart[usable]))
-    if not middle or best > _HALVED * middle:
+    if not middle or best > _HALVED * middle or best > _LEFT:
         return None
     size = int(sequence.max()) + 1
     before = medians_by(sequence[usable], without[usable], size)
@@ -108,7 +110,7 @@ def _fit(
 
 
 def _hypotheses(
-    evidence: Evidence, side: str, values: np.ndarray, theirs: np.ndarray
+    evidence: Evidence, values: np.ndarray, theirs: np.ndarray
 ) -> Iterator[tuple[str, str, np.ndarray]]:
     """(cause, in words, logprobs [N] of the tokens that were rescored)."""
     rescored = evidence.known.rescored
@@ -168,6 +170,8 @@ def _temperature(
     if not own or along < _AGREE * len(own) or two_sided(along, len(own)) > _P:
         return None
     best = float(np.median(np.abs(values - rescored.at_temperature(t)[theirs])))
+    if best > min(_LEFT, float(np.median(without))):
+        return None
     return _Fit(side, "temperature", f"temperature {_rounded(t)}", float(np.median(without)), best, along / len(own))
 
 
