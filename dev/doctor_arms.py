@@ -178,6 +178,7 @@ class Scorer:
                 self.wrong(name, dtype)
         for name in FEWER:
             self.right(name, "float16")
+        self.third()
 
     def right(self, name: str, dtype: str) -> np.ndarray:
         return self._kept(f"right-{name}-{dtype}", lambda: self._score(*RIGHT[name], dtype, self.sequences))
@@ -207,8 +208,14 @@ class Scorer:
     def third(self) -> Rescored:
         """The third scorer: a float32 pass with eager attention, a sequence at a time."""
         kept = self._rescored("float32")
-        moved = of_other_places(kept.otherwise, self.sequences, kept.cells)
-        return Rescored(**{**vars(kept), "otherwise": {**kept.otherwise, **moved}})
+
+        def begun() -> np.ndarray:
+            given, places = double_bos(self.sequences)
+            return self._score("training", 1, "eager", "native", "float32", given)[places]
+
+        more = of_other_places(kept.otherwise, self.sequences, kept.cells)
+        more["begun with another BOS"] = self._kept("third-bos-float32", begun)[kept.cells]
+        return Rescored(**{**vars(kept), "otherwise": {**kept.otherwise, **more}})
 
     def _rescored(self, dtype: str) -> Rescored:
         path = self.out / f"logits-{dtype}.npz"

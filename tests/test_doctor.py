@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import ROOT
-from doctor_fixtures import Held, evidence, held, subset
+from doctor_fixtures import Held, evidence, held
 
 from libxd.doctor import finding, registry
 from libxd.doctor.evidence import Evidence
@@ -228,7 +228,8 @@ def test_a_prompt_token_in_the_mask_is_named_with_the_sequences_alone():
 
 def _one(ids: list[int], active: list[int]) -> Evidence:
     made = Sequences(
-        token_ids=np.array(ids, np.int32), cu_seqlens=np.array([0, len(ids)]), active_mask=np.isin(range(len(ids)), active),
+        token_ids=np.array(ids, np.int32), cu_seqlens=np.array([0, len(ids)]),
+        active_mask=np.isin(range(len(ids)), active),
         attention_mask=np.ones(len(ids), bool), positions=np.arange(len(ids), dtype=np.int32),
         prompt_lens=np.array([1], np.int32), prompt_index=np.zeros(1, np.int32),
         logprobs=np.full(len(ids), -1, np.float32),
@@ -301,15 +302,15 @@ def test_heads_of_other_dtypes_are_named():
     assert list(found(rollout, training)) == ["head-rounding"]
 
 
-def test_the_first_bad_position_is_shown():
-    rollout, training = pair()
-    position = np.concatenate([np.arange(n) for n in np.diff(S.cu_seqlens)])
-    behind = position - np.repeat(S.prompt_lens, np.diff(S.cu_seqlens))
-    broken = training.logprobs - np.where(behind >= 10, np.float32(0.01), np.float32(0))
-    same = np.unique(S.prompt_lens)[0]
-    chosen = np.flatnonzero(S.prompt_lens == same).tolist() or [0]
-    part, cells = subset(S, list(range(S.num_sequences)), None)
-    assert np.array_equal(cells, np.arange(S.num_tokens)) and chosen and part.num_tokens == S.num_tokens
-    assert "bias" in found(rollout, held("training", broken, S)) or "position" in found(
-        rollout, held("training", broken, S)
-    )
+def test_a_jump_at_a_position_is_named_with_the_first_bad_token():
+    draw = np.random.default_rng(3)
+    made = study._synthetic_sequences(np.full(12, 40), draw)
+    position = made.positions
+    rollout = np.where(made.active_mask, -draw.exponential(1, made.num_tokens), np.nan).astype(np.float32)
+    noise = draw.normal(0, 2e-6, made.num_tokens) * np.where(position >= 25, 100, 1)
+    sides = held("rollout", rollout, made), held("training", np.minimum(rollout + noise, 0), made)
+    named = found(*sides)["position"]
+    assert "from position 2" in named.evidence[0] and named.evidence[0].endswith("it is in 12 of 12 sequences")
+    assert "position 2" in named.evidence[2]
+    flat = draw.normal(0, 1e-4, made.num_tokens)  # the control: as large everywhere
+    assert "position" not in found(sides[0], held("training", np.minimum(rollout + flat, 0), made))

@@ -76,7 +76,7 @@ def cli(
     found = [diagnosis.of_pair(each, climbed.get(str(each.attempt))) for each in evidences]
     if len(evidences) > 1 and (beside := diagnosis.together(evidences, series)) is not None:
         found.append(beside)
-    if not found:
+    if not found and not unread:
         console.info("nothing to look at")
     style = _paint if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else lambda words, _: words
     for number, each in enumerate(found):
