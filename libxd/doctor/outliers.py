@@ -52,17 +52,6 @@ def examine(evidence: Evidence) -> Finding | None:
                 "render those prompts on both sides and compare the ids: template, system turn, begin token",
                 "a prefix that a cache shares is computed once for all: try rollout.enable_prefix_caching=false",
             ])  # fmt: skip
-    period = _period(found, size)
-    if period:
-        lines.append(f"they are those that are not first of {period} in order: a pack or batch of {period}")
     return Finding("outlying-sequences", SYMPTOM, "some sequences alone are far off", lines, [
         "score one of them by itself (batch.size 1): alone right is a batch's doing: padding, packing, masks",
     ])  # fmt: skip
-
-
-def _period(found: np.ndarray, size: int) -> int | None:
-    """The n for which the outlying are all but every n-th sequence."""
-    for period in range(2, min(size, 65)):
-        if np.array_equal(found, [s for s in range(size) if s % period]):
-            return period
-    return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from libxd.doctor import (
     aggregates,
+    batches,
     bias,
     contract,
     few_tokens,
@@ -34,7 +35,7 @@ from libxd.doctor.finding import Finding, Rule
 #: facts first; of findings as likely, the earlier one is the nearer to a cause
 _MODULES = (
     contract, token_ids, lengths, vacuous, masks, sentinels, semantics, aggregates, third_scorer, grid, lag,
-    truncation, wrong_token, labels, padding, head, positions, outliers, few_tokens, bias, size,
+    truncation, wrong_token, labels, padding, head, positions, batches, outliers, few_tokens, bias, size,
 )  # fmt: skip
 DETECTORS: tuple[tuple[Rule, Callable[[Evidence], Finding | None]], ...] = tuple(
     (module.RULE, module.examine) for module in _MODULES

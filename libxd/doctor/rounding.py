@@ -22,15 +22,6 @@ def coarser_dtype(evidence: Evidence) -> str | None:
 
 def usual_mean(evidence: Evidence) -> float:
     """Of |d|, in nats: 8 roundoffs (bfloat16 0.031, float16 0.0039), of float32 32 times as many (1.5e-5)."""
-    return _usual(evidence, "mean")
-
-
-def usual_maximum(evidence: Evidence) -> float:
-    """Of |d|, in nats: 64 roundoffs (bfloat16 0.25, float16 0.031), of float32 32 times as many (1.2e-4)."""
-    return _usual(evidence, "max")
-
-
-def _usual(evidence: Evidence, what: str) -> float:
     dtype = coarser_dtype(evidence) or _FINEST
-    factor = roundoff.LEAST_FACTOR[what] * (roundoff.LIMIT if dtype == _FINEST else 1)
+    factor = roundoff.LEAST_FACTOR["mean"] * (roundoff.LIMIT if dtype == _FINEST else 1)
     return factor * roundoff.UNIT_ROUNDOFF[dtype]

@@ -16,6 +16,8 @@ from libxd.rundir import SIDES
 
 _HALVED = 0.5
 _LEFT = 0.125  # nats: more than bfloat16 leaves
+#: nats: what float32 rounding makes of a mean
+_LEAST = 1.5e-5
 _AGREE = 0.9  # of the sequences
 _PADS = tuple(2**k for k in range(5, 18))
 #: of log T: below, a fit to rounding is as far from 1
@@ -29,10 +31,10 @@ RULE = Rule(
     "Each side beside a float32 model with one thing done otherwise: 28 temperatures (a parabola between them), "
     "logprobs times a factor, 5 nuclei, 4 top-k, labels or logits one place off, the likeliest token's logprob, "
     "logits rounded to bfloat16 or float16, 2^5 to 2^17 padded columns, one more begin token. The one with the "
-    "smallest median |residual| is named where that is at most half of what it is with nothing done otherwise, at "
-    "most 0.125 nats, and smaller in 90 % of the sequences. A temperature is also named where it leaves more than "
-    "half: when it is 1 % or more from the declared one, and each sequence's own best temperature falls on that side "
-    "of it in so many sequences that coins would do so once in 100 times.",
+    "smallest median |residual| is named where that is more than 1.5e-5 nats with nothing done otherwise, at most half "
+    "of that with it, at most 0.125 nats, and smaller in 90 % of the sequences. A temperature is also named where it "
+    "leaves more than half: when it is 1 % or more from the declared one, and each sequence's own best temperature "
+    "falls on that side of it in so many sequences that coins would do so once in 100 times.",
     "Of the clean scorings none (docs/doctor.md). A side whose rounding is much larger than the change hides it.",
     least_tokens=32,
     least_sequences=2,
@@ -100,7 +102,7 @@ def _fit(
     if usable.sum() < RULE.least_tokens:
         return None
     middle, best = float(np.median(without[usable])), float(np.median(apart[usable]))
-    if not middle or best > _HALVED * middle or best > _LEFT:
+    if middle <= _LEAST or best > _HALVED * middle or best > _LEFT:
         return None
     size = int(sequence.max()) + 1
     before = medians_by(sequence[usable], without[usable], size)
@@ -162,7 +164,7 @@ def _temperature(
     assert rescored is not None
     t = _fitted_temperature(evidence, values, theirs)
     log_t = math.log(t / declared)
-    if abs(log_t) < _LEAST_LOG_T:
+    if abs(log_t) < _LEAST_LOG_T or np.median(without) <= _LEAST:
         return None
     own = [math.log(_fitted_temperature(evidence, values[sequence == s], theirs[sequence == s]) / declared)
            for s in range(int(sequence.max()) + 1) if (sequence == s).sum() >= 8]  # fmt: skip
