@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from comparison_fixtures import scored
 from conftest import ROOT
-from doctor_fixtures import Held, evidence, held
+from doctor_fixtures import Held, evidence, held, subset
 
-from libxd.doctor import finding, registry
+from libxd import pairs
+from libxd.doctor import finding, registry, repeats, series
 from libxd.doctor.evidence import Evidence
 from libxd.doctor.registry import examined
 from libxd.sequences import Sequences
@@ -157,6 +159,38 @@ def test_no_cause_is_called_a_fact_that_was_not_made(dtype):
         "begin token twice, in the file": {"lengths"},
         "declared temperature 0.7": {"temperature"},
     }
+
+
+# -- several attempts
+
+
+def test_batch_1_against_8_is_a_side_that_differs_from_itself(tmp_path):
+    """The training side in batches of eight, and one by one; a part of what it is apart from the decoding side."""
+    lengths = tuple(np.diff(S.cu_seqlens).tolist())
+    given = {"lengths": lengths, "active": S.active_mask}
+    rollout = SCORES.right("decode-8", "bfloat16")
+    eight = scored(tmp_path, rollout, SCORES.right("pass-8", "bfloat16"), **given)
+    one = scored(tmp_path, rollout, SCORES.right("pass-1", "bfloat16"), change=("batch.size", 1), **given)
+    evidences = [Evidence.of_pair(pairs.of_attempt(each)) for each in (eight, one)]
+    (named,) = repeats.examine(evidences)
+    assert (named.cause, named.likelihood) == ("batch-shape", finding.HINT)
+    assert named.evidence[0].startswith("training of") and "(another batch size)" in named.evidence[0]
+    assert len(named.evidence) == 1  # the rollout side is the same to the bit
+    assert repeats.examine([evidences[0]]) == []
+
+
+def test_updates_that_the_rollout_missed_are_a_jump():
+    """Steps of four sequences each; from the third on the training side's weights are some twenty updates on."""
+    steps = []
+    for number in range(4):
+        part, cells = subset(S, list(range(4 * number, 4 * number + 4)))
+        training = (SCORES.right("pass-8", "float32") if number < 2 else SCORES.wrong("stale_more", "float32"))[cells]
+        sides = held("rollout", SCORES.right("decode-8", "float32")[cells], part), held("training", training, part)
+        for side in sides:
+            side.metadata["observed"] = {"weights_before": None}
+        steps.append(evidence(*sides))
+    (named,) = series.examine(steps)
+    assert named.cause == "jump" and named.evidence[0].startswith("from step 2")
 
 
 # -- pairs without a mistake

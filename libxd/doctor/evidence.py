@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,12 @@ class Evidence:
     def position(self) -> np.ndarray:
         """In its sequence: int [A]."""
         return self.cells - self.cu_seqlens[self.sequence]
+
+    @cached_property
+    def parts(self) -> list[slice]:
+        """Of each of the S sequences, its places in [A]."""
+        edges = np.searchsorted(self.index, np.arange(self.sequences.size + 1))
+        return [slice(int(a), int(b)) for a, b in pairwise(edges)]
 
     @cached_property
     def prompt(self) -> np.ndarray:

@@ -65,8 +65,7 @@ def examine(evidence: Evidence) -> Finding | None:
 
 def _sequences(evidence: Evidence, cut: int) -> tuple[int, int]:
     along = tried = 0
-    for s in range(evidence.sequences.size):
-        own = evidence.index == s
+    for own in evidence.parts:
         behind = evidence.position[own] >= cut
         if min(behind.sum(), (~behind).sum()) < _EACH:
             continue

@@ -9,25 +9,27 @@ import numpy as np
 
 from libxd import effect
 from libxd.doctor.evidence import Evidence
-from libxd.doctor.finding import FACT, SHAPE, Finding, Rule
+from libxd.doctor.finding import FACT, HINT, SHAPE, Finding, Rule
 from libxd.records import Case
 from libxd.rundir import SIDES
 
-_SHARE = 0.5
+#: of mean |training - rollout|: below, another batch is none of its causes; from there on, it may be all of it
+_PART, _MOST = 0.1, 0.5
 
 RULE = Rule(
     "repeats",
     ("not-repeatable", "batch-shape"),
     "Of attempts that scored the same tokens under the same conditions: a side of one case that differs in a repeat "
     "submitted in the same order is not-repeatable. A side that differs in a repeat submitted in another order, or in "
-    "a case with another batch.size alone, by half of mean |training - rollout| or more is batch-shape.",
+    "a case with another batch.size alone, by half of mean |training - rollout| or more is batch-shape; from a tenth "
+    "on it is a hint.",
     "None: facts. Sides that compute alike are equal bit for bit.",
 )
 
 
 def examine(evidences: Sequence[Evidence]) -> list[Finding]:
     """Of several attempts together."""
-    again, shaped, floor = [], [], 0.0
+    again, shaped, floor, share = [], [], 0.0, 0.0
     for a, b in combinations(evidences, 2):
         for kind, side, seen in _beside(a, b):
             if not seen.mean_absolute:
@@ -37,17 +39,19 @@ def examine(evidences: Sequence[Evidence]) -> list[Finding]:
             apart = max(float(np.mean(each.magnitude)) for each in (a, b))
             if kind == "repeat":
                 again.append(line)
-            elif seen.mean_absolute >= _SHARE * apart:
+            elif seen.mean_absolute >= _PART * apart:
                 shaped.append(f"{line}; mean |training - rollout| is {apart:.3g} ({kind})")
-                floor = max(floor, seen.mean_absolute)
+                floor, share = max(floor, seen.mean_absolute), max(share, seen.mean_absolute / apart)
     findings = []
     if again:
         findings.append(Finding("not-repeatable", FACT, "a side differs from itself when nothing is changed", again, [
             "turn on the engine's deterministic mode, and look for atomics, autotuning, dropout and training mode",
         ]))  # fmt: skip
     if shaped:
-        summary = "a side differs from itself in another batch, by as much"
-        findings.append(Finding("batch-shape", SHAPE, summary, shaped, [
+        how = "as much as from the other side" if share >= _MOST else "a part of what it does from the other side"
+        likelihood = SHAPE if share >= _MOST else HINT
+        summary = f"in another batch a side differs from itself, {how}"
+        findings.append(Finding("batch-shape", likelihood, summary, shaped, [
             "a batch-invariant mode or kernels on that side; until then no difference below "
             f"{floor:.2g} nats means anything",
         ]))  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 
 from libxd.doctor.evidence import Evidence
@@ -52,7 +50,7 @@ def _like_a_temperature(evidence: Evidence) -> Finding | None:
     whole = rank_correlation(evidence.d, level)
     if abs(whole) < _CORRELATION or evidence.magnitude.mean() <= usual_mean(evidence):
         return None
-    each = [rank_correlation(evidence.d[part], level[part]) for part in _parts(evidence) if part.size >= 8]
+    each = [rank_correlation(evidence.d[part], level[part]) for part in evidence.parts if part.stop - part.start >= 8]
     along = sum(value * whole > 0 for value in each)
     if two_sided(along, len(each)) > _P:
         return None
@@ -65,7 +63,3 @@ def _like_a_temperature(evidence: Evidence) -> Finding | None:
         f"{sharper} has the sharper distribution",
     ], [evidence.rescoring])  # fmt: skip
 
-
-def _parts(evidence: Evidence) -> list[np.ndarray]:
-    edges = np.searchsorted(evidence.index, np.arange(evidence.sequences.size + 1))
-    return [np.arange(a, b) for a, b in pairwise(edges)]
