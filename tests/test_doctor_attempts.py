@@ -9,7 +9,7 @@ from typing import Any
 import hf_fixtures
 import numpy as np
 import pytest
-from comparison_fixtures import floats, refused, rewrite_score, score_path, scored
+from comparison_fixtures import floats, refused, rewrite_json, rewrite_score, score_path, scored
 from conftest import ROOT
 from doctor_fixtures import Held, evidence, held
 from test_ladder import rungs
@@ -90,11 +90,12 @@ def test_stored_aggregates_are_held_to_their_tokens(tmp_path):
 def test_a_ladder_answers_bug_or_rounding(tmp_path):
     for mistake, answer in ((0.0, "rounding"), (1e-3, "bug")):
         evidences = [looked(each) for each in rungs(tmp_path / answer, mistake)]
-        climbed = diagnosis.climbed(evidences)
+        climbed = diagnosis.climbed(rung for each in evidences if (rung := diagnosis.rung(each)))
         for each in evidences:
             found = diagnosis.of_pair(each, climbed[str(each.attempt)]).answer
             assert found is not None and (found.answer, found.by) == (answer, "ladder")
-    assert diagnosis.climbed(evidences[:1]) == {}  # one precision alone is no ladder
+    (alone,) = [diagnosis.rung(evidences[0])]
+    assert alone is not None and diagnosis.climbed([alone]) == {}  # one precision alone is no ladder
 
 
 def test_a_side_that_differs_from_itself(tmp_path):
@@ -277,6 +278,14 @@ def test_what_cannot_be_read_is_said_in_a_line(xd, operands, status):
     ran = xd("xd-doctor", *operands)
     assert (ran.status, ran.out) == (status, "")
     assert len(ran.err.splitlines()) == 1 and ran.err.startswith("xd-doctor: ")
+
+
+def test_a_damaged_record_is_said_and_costs_no_other_attempt_its_diagnosis(xd, tmp_path):
+    bad, good = (attempt(tmp_path / name, drawn(0)) for name in ("bad", "good"))
+    rewrite_json(bad, "comparison.json", threshold=2.0)
+    ran = xd("xd-doctor", bad, good)
+    assert ran.status == 65 and ran.out.count("Nothing wrong was found.") == 1
+    assert ran.err.startswith(f"xd-doctor: {bad}/comparison.json") and len(ran.err.splitlines()) == 1
 
 
 def test_a_refused_attempt_is_passed_over_and_the_others_are_looked_at(xd, tmp_path):

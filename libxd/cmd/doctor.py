@@ -14,6 +14,7 @@ from libxd.console import Console
 from libxd.rundir import Attempt
 
 if TYPE_CHECKING:
+    from libxd.doctor.diagnosis import Diagnosis
     from libxd.doctor.evidence import Evidence
 
 EXAMPLES = """
@@ -59,41 +60,46 @@ def cli(
         return
     figures = at_hand.reported(reported)
     directories = [directory for directory in (model, tokenizer) if directory is not None]
-    evidences, unread = [], False
+    evidences, rungs, unread = [], [], False
     for evidence in _evidences(console, operands):
-        if evidence is None:
-            unread = True
-            continue
-        with console.guard(str(evidence.attempt or evidence.rollout.path)):
-            known = at_hand.known(evidence, sequences=sequences, directories=directories, model=rescore or model,
-                                  reported=figures, rescore=rescore is not None)  # fmt: skip
-            evidences.append(evidence.with_known(known))
-            continue
-        unread = True
+        read = False
+        if evidence is not None:
+            with console.guard(str(evidence.attempt or evidence.rollout.path)):
+                known = at_hand.known(evidence, sequences=sequences, directories=directories, model=rescore or model,
+                                      reported=figures, rescore=rescore is not None)  # fmt: skip
+                rungs.append(diagnosis.rung(evidence))
+                evidences.append(evidence.with_known(known))
+                read = True
+        unread |= not read
     if series:
         diagnosis.require_several(evidences)
-    climbed = diagnosis.climbed(evidences)
-    found = [diagnosis.of_pair(each, climbed.get(str(each.attempt))) for each in evidences]
-    if len(evidences) > 1 and (beside := diagnosis.together(evidences, series)) is not None:
-        found.append(beside)
+    climbed = diagnosis.climbed(rung for rung in rungs if rung is not None)
+    found: list[Diagnosis] = []
+    for each in evidences:
+        diagnosed = None
+        with console.guard(str(each.attempt or each.rollout.path)):
+            diagnosed = diagnosis.of_pair(each, climbed.get(str(each.attempt)))
+            found.append(diagnosed)
+        unread |= diagnosed is None
+    if len(evidences) > 1:
+        with console.guard("several attempts"):
+            found += filter(None, [diagnosis.together(evidences, series)])
     if not found and not unread:
         console.info("nothing to look at")
     style = _paint if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else lambda words, _: words
-    for number, each in enumerate(found):
+    for number, diagnosed in enumerate(found):
         if as_json:
-            _emit_json(console, "diagnosis", each.as_json())
+            _emit_json(console, "diagnosis", diagnosed.as_json())
             continue
-        for line in [""] * bool(number) + text.lines(each, console.verbose, style):
+        for line in [""] * bool(number) + text.lines(diagnosed, console.verbose, style):
             console.emit(line)
     if exit_code and (unread or not found or any(_something(each) for each in found)):
         console.answer_no()
 
 
-def _something(found: object) -> bool:
-    from libxd.doctor.diagnosis import Diagnosis
-
-    assert isinstance(found, Diagnosis)
-    return bool(found.findings) or (found.answer is not None and found.answer.answer == "bug")
+def _something(diagnosed: Diagnosis) -> bool:
+    answer = diagnosed.answer
+    return bool(diagnosed.findings) or (answer is not None and answer.answer == "bug")
 
 
 def _evidences(console: Console, operands: tuple[str, ...]) -> Iterable[Evidence | None]:

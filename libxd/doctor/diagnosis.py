@@ -5,7 +5,7 @@ Of one pair (an attempt, or two score files), or of several attempts together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import SHAPE, Finding, Rule
 from libxd.doctor.registry import DETECTORS, examined
 from libxd.errors import Status, XdError
-from libxd.ladder import Ladder
+from libxd.ladder import Ladder, Rung
 
 SCHEMA_VERSION = "xd.diagnosis.v1"
 #: what is shown of a rule
@@ -85,17 +85,19 @@ def together(evidences: Sequence[Evidence], in_order: bool) -> Diagnosis | None:
                      sum(int(each.sequences.size) for each in evidences), None, None, findings, {})  # fmt: skip
 
 
-def climbed(evidences: Sequence[Evidence]) -> dict[str, Ladder]:
-    """Attempt -> the ladder of two precisions or more that it is a rung of. What was not judged is on none."""
-    rungs = []
-    for evidence in evidences:
-        if evidence.attempt is None or not evidence.attempt.has("comparison.json"):
-            continue
-        rungs.append(ladder.read(evidence.attempt))
+def rung(evidence: Evidence) -> Rung | None:
+    """An attempt as a rung; None for what was not judged, or does not say its dtypes. XdError for damaged records."""
+    attempt = evidence.attempt
+    known = all(dtype in roundoff.UNIT_ROUNDOFF for dtype in evidence.dtypes.values())
+    return ladder.read(attempt) if attempt is not None and known and attempt.has("comparison.json") else None
+
+
+def climbed(rungs: Iterable[Rung]) -> dict[str, Ladder]:
+    """Attempt -> the ladder of two precisions or more that it is a rung of."""
     found = {}
     for each in ladder.ladders(rungs):
-        if len({rung.unit_roundoff for rung in each.rungs}) > 1:
-            found |= {str(rung.attempt): each for rung in each.rungs}
+        if len({one.unit_roundoff for one in each.rungs}) > 1:
+            found |= {str(one.attempt): each for one in each.rungs}
     return found
 
 
@@ -141,7 +143,7 @@ def _too_few_precisions(evidence: Evidence) -> str:
 
 def _runs(evidence: Evidence) -> list[str]:
     """Which run would decide."""
-    missing = "float32" if "float32" not in evidence.dtypes.values() else "bfloat16"
+    missing = "bfloat16" if set(evidence.dtypes.values()) == {"float32"} else "float32"
     experiment = "ladder"
     if evidence.attempt is not None and evidence.attempt.has("requested.json"):
         experiment = evidence.attempt.requested()["experiment_id"]
