@@ -62,7 +62,6 @@ def pair(dtype: str = "float32", **changed: Any) -> tuple[Held, Held]:
     ("one_token", "float32", "few-tokens"),
     ("weight", "float32", "more-than-rounding"),
     ("one_prompt", "float32", "outlying-prompt"),
-    ("one_prompt", "bfloat16", "outlying-prompt"),
     ("top-p 0.8", "float32", "truncation"),
     ("top-k 20", "bfloat16", "truncation"),
     ("padded by 16384", "float32", "padded-vocabulary"),

@@ -7,13 +7,13 @@ from libxd.doctor.finding import SYMPTOM, Finding, Rule
 from libxd.doctor.rounding import coarser_dtype, usual_mean
 
 #: times what rounding makes with a 135M model
-_TIMES = 8
+_TIMES = 4
 
 RULE = Rule(
     "size",
     ("more-than-rounding",),
-    "Mean |d| is more than 64 unit roundoffs of the coarser side's dtype (bfloat16: 0.25 nats, float16: 0.031), of "
-    "float32 32 times as many (1.2e-4). Nothing is said of unknown dtypes.",
+    "Mean |d| is more than 32 unit roundoffs of the coarser side's dtype (bfloat16 0.125 nats, float16 0.016), of "
+    "float32 32 times as many (6.1e-5). Nothing is said of unknown dtypes.",
     "Of the clean pairs none (docs/doctor.md): there it is 4 to 14 roundoffs, of float32 30 to 120. A model that "
     "amplifies rounding far more than a 135M model does would be named.",
     least_tokens=16,
