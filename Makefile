@@ -176,10 +176,17 @@ sequences/%.safetensors: | $(VENV)/.ready $(MODEL)/model.safetensors
 
 ##@ Checks
 
-.PHONY: test
-test: setup $(PADDED)/model.safetensors ## pytest, the kernels' tests under Triton's interpreter, bats
+# Three parts, which -j runs side by side: one alone leaves cores idle, for it waits for engines to start.
+.PHONY: test test-python test-kernels test-shell
+test: test-python test-kernels test-shell ## pytest, the kernels' tests under Triton's interpreter, bats (-j2: side by side)
+
+test-python: setup $(PADDED)/model.safetensors
 	$(VENV)/bin/pytest -q -n $(WORKERS) --dist loadgroup
+
+test-kernels: setup
 	TRITON_INTERPRET=1 $(VENV)/bin/pytest -q -n $(WORKERS) tests/kernels
+
+test-shell: setup $(PADDED)/model.safetensors
 	bats tests
 
 .PHONY: test-examples

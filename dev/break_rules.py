@@ -77,7 +77,7 @@ class Copy:
         """What of the tests fails or is skipped as things are: a test that does not pass shows nothing."""
         report = self.tree / "report.xml"
         ran = self.pytest(tests, f"--junitxml={report}")
-        if ran.returncode not in (PASSED, FAILED):
+        if ran.returncode not in (PASSED, FAILED) or not report.exists():
             return ran.stdout.splitlines()[-20:] + ran.stderr.splitlines()[-5:]
         cases = ElementTree.parse(report).iter("testcase")
         return [f"{case.get('classname')}::{case.get('name')}" for case in cases if len(case)]

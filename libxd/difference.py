@@ -12,6 +12,12 @@ from libxd.scores import ScoreFile
 DEFINITION = "training - rollout, nats"
 
 
+def subtract(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a - b in float32; not finite where a value is not, or where it is beyond float32."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return a - b
+
+
 class Difference:
     """The differences between two score files of the same form (no `problems`, equal numbers of tokens).
 
@@ -35,8 +41,7 @@ class Difference:
 
     def all(self, where: slice) -> np.ndarray:
         """training - rollout of every token: float32 [N]."""
-        with np.errstate(invalid="ignore", over="ignore"):
-            return self.training.logprobs[where] - self.rollout.logprobs[where]
+        return subtract(self.training.logprobs[where], self.rollout.logprobs[where])
 
     def mismatch(self, where: slice) -> np.ndarray:
         """active & (abs(training - rollout) > threshold): bool [N]."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from libxd import identity, scores
+from libxd.difference import subtract
 from libxd.errors import XdError
 from libxd.quantiles import Distribution
 from libxd.records import Case
@@ -122,11 +123,11 @@ def _measure(ours: ScoreFile, theirs: ScoreFile) -> SideEffect:
     equal = 0
     for a, b in _active_blocks(ours, theirs):
         equal += int(np.count_nonzero(a.view(np.uint32) == b.view(np.uint32)))
-        distribution.add(_difference(a, b))
+        distribution.add(subtract(a, b))
     selection = distribution.select([_P99])
     if distribution.finite:
         for a, b in _active_blocks(ours, theirs):
-            selection.add(_difference(a, b))
+            selection.add(subtract(a, b))
     count = distribution.count
     return SideEffect(
         count=count,
@@ -142,11 +143,6 @@ def _active_blocks(ours: ScoreFile, theirs: ScoreFile) -> Iterator[tuple[np.ndar
     for where in scores.blocks(ours.tokens, ours, theirs):
         active = ours.active_mask[where] & theirs.active_mask[where]
         yield ours.logprobs[where][active], theirs.logprobs[where][active]
-
-
-def _difference(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    with np.errstate(invalid="ignore", over="ignore"):
-        return ours - theirs
 
 
 def floor(repeats: list[SideEffect]) -> tuple[float, float] | None:

@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from libxd.difference import subtract
 from libxd.errors import Status, XdError
 from libxd.rundir import SIDES, Attempt
 from libxd.scores import ScoreFile
@@ -45,8 +46,7 @@ class Pair:
     @cached_property
     def difference(self) -> np.ndarray:
         """float32 [T]: training - rollout, in nats; of all tokens, NaN where one was not scored."""
-        with np.errstate(invalid="ignore", over="ignore"):
-            return self.training.logprobs - self.rollout.logprobs
+        return subtract(self.training.logprobs, self.rollout.logprobs)
 
 
 def of_attempt(attempt: Attempt) -> Pair:

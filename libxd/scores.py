@@ -141,3 +141,12 @@ def blocks(tokens: int, *files: ScoreFile) -> Iterator[slice]:
         if index % _RELEASE_EVERY == _RELEASE_EVERY - 1:
             for file in files:
                 file.release()
+
+
+def whole_sequences(cu_seqlens: np.ndarray) -> Iterator[slice]:
+    """Sequences in order, as many together as have up to BLOCK tokens, at least one: slices of their numbers."""
+    first, end = 0, len(cu_seqlens) - 1
+    while first < end:
+        last = int(np.searchsorted(cu_seqlens, cu_seqlens[first] + BLOCK, side="right")) - 1
+        yield slice(first, max(last, first + 1))
+        first = max(last, first + 1)

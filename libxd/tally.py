@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from libxd import diagnostics
-from libxd.difference import Difference
+from libxd.difference import Difference, subtract
 from libxd.quantiles import Distribution
 from libxd.rundir import SIDES
 
@@ -40,7 +40,7 @@ class Tally:
     def _add(self, difference: Difference, where: slice) -> None:
         active = np.flatnonzero(difference.active(where))  # indices into the block [A]
         rollout, training = difference.rollout.logprobs[where][active], difference.training.logprobs[where][active]
-        differences = difference.all(where)[active]
+        differences = subtract(training, rollout)
         mismatch = difference.exceeds(differences)
         self.counts["active"] += active.size
         self.counts["mismatches"] += int(np.count_nonzero(mismatch))

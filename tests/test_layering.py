@@ -195,7 +195,9 @@ def test_the_rules_can_fail(tmp_path):
     assert imports(bad, when_loaded=True) == {"triton", "torch"}
 
 
-@pytest.mark.parametrize("tool", ["rollout", "plan", "resume", "materialize", "score", "compare", "seal", "doctor"])
+@pytest.mark.parametrize(
+    "tool", ["rollout", "plan", "resume", "materialize", "score", "compare", "seal", "impact", "doctor"]
+)
 def test_no_tool_loads_torch_to_start(tool):
     assert really_loaded(f"libxd.cmd.{tool}") & HEAVY == set()
 

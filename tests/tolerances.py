@@ -61,3 +61,13 @@ LIKELY_LOGPROB_RELATIVE = 3e-5
 SAME_LOGITS_NATS = 5e-5
 #: a 135M model in bfloat16 split over ranks against one process, mean over tokens, in nats; known: 0.039
 BFLOAT16_SPLIT_MEAN_NATS = 0.08
+#: float64 sums of ratios, KL terms and advantages over some thousand tokens in another order, relative
+FUNCTIONAL_RELATIVE = 1e-9
+#: values formed in float64 from float32 differences, or of logarithms rounded to float32, against float64, relative
+FLOAT32_RELATIVE = 1e-6
+#: estimators that agree to the first order, of policies 1e-3 nats apart, relative; and how far others must be
+NEAR_POLICIES_RELATIVE = 1e-2
+#: a whitened variance, whose epsilon is 1e-8, against 1
+WHITENED_RELATIVE = 1e-6
+#: central differences of step 1e-6 of a loss of magnitude one in float64: its rounding over the step
+FINITE_DIFFERENCE = 1e-8

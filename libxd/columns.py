@@ -1,0 +1,281 @@
+"""A number a sequence, or a token, from a JSONL, CSV or safetensors file, laid beside the tokens of two score files."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import math
+import os
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from libxd import scores, streams, strictjson
+from libxd.errors import Status, XdError, of_exception
+from libxd.tensors import TensorFile
+
+FORMS = (".jsonl", ".csv", ".safetensors")
+
+
+class Layout(NamedTuple):
+    """Whose numbers they are: cu_seqlens int64 [B+1], active bool [T]."""
+
+    cu_seqlens: np.ndarray
+    active: np.ndarray
+
+    @property
+    def sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    def span(self, sequence: int) -> slice:
+        return slice(int(self.cu_seqlens[sequence]), int(self.cu_seqlens[sequence + 1]))
+
+    def lengths(self) -> np.ndarray:
+        """int64 [B]: active tokens a sequence."""
+        found = np.zeros(self.sequences, np.int64)
+        for which in scores.whole_sequences(self.cu_seqlens):
+            bounds = self.cu_seqlens[which.start : which.stop + 1]
+            places = np.flatnonzero(self.active[bounds[0] : bounds[-1]])
+            found[which] = np.diff(np.searchsorted(places, bounds - bounds[0]))
+        return found
+
+
+@dataclass(frozen=True)
+class Column:
+    """values: float64 [B], or [T] where `level` is "token" (what stands at inactive tokens means nothing); finite
+    wherever a token is active. groups: [B], what stood in the column of groups; None without one."""
+
+    level: str
+    values: np.ndarray
+    groups: list[Any] | None = None
+
+
+class _Cell(str):
+    """A cell of a CSV file: a number there is text, which in JSON it must not be."""
+
+
+@dataclass
+class _Rows:
+    """The rows of a text file: where each stands, its sequence and position (-1: not said), value and group."""
+
+    wheres: list[str] = field(default_factory=list)
+    sequences: array = field(default_factory=lambda: array("q"))
+    positions: array = field(default_factory=lambda: array("q"))
+    values: list[Any] = field(default_factory=list)
+    groups: list[Any] = field(default_factory=list)
+
+
+def read(path: str | os.PathLike[str], name: str, layout: Layout, *, group: str | None = None) -> Column:
+    """The column `name` (or its plural) of a file whose name ends in one of FORMS.
+
+    A row may say whose it is by `sequence` (from 0), and a token's by `position` in its sequence; rows that do not are
+    in order. B rows are the sequences'; T rows, or as many as there are active tokens, the tokens'. A JSONL row may
+    hold a list instead, for the tokens of its sequence or for the active ones of them. A tensor has the shape [B], [T]
+    or [active tokens]. group: a column to be read beside it. XdError 66 or 65, with the place.
+    """
+    path, form = Path(path), Path(path).suffix
+    if form not in FORMS:
+        raise XdError("is in no form that is read here", code="bad-column", where=str(path), found=form or "no suffix",
+                      expected=" ".join(FORMS))  # fmt: skip
+    column = _of_tensors(path, name, layout, group) if form == ".safetensors" else _of_rows(path, name, layout, group)
+    _require_finite(column, layout, path, name)
+    return column
+
+
+def _of_tensors(path: Path, name: str, layout: Layout, group: str | None) -> Column:
+    with TensorFile(path, follow_symlinks=True) as file:
+        name = _named(file.names, name, str(path))
+        if not file.dtype(name).startswith("float") or file.dtype(name).startswith("float8"):
+            raise _bad(str(path), "is no tensor of float16, float32 or float64", path=f"/{name}",
+                       found=file.dtype(name))  # fmt: skip
+        if len(file.shape(name)) != 1:
+            raise _bad(str(path), "is no flat tensor", path=f"/{name}", found=list(file.shape(name)))
+        groups = None
+        if group is not None:
+            file.expect(group, file.dtype(group), (layout.sequences,))
+            groups = file.array(group).tolist()
+        return _laid(np.asarray(file.array(name), np.float64), layout, str(path), groups)
+
+
+def _of_rows(path: Path, name: str, layout: Layout, group: str | None) -> Column:
+    rows = _Rows()
+    try:
+        with open(path, "rb") as file:
+            lines = streams.rows(str(path), file, strictjson.MAX_BYTES)
+            for where, row in _json_rows(lines) if path.suffix == ".jsonl" else _csv_rows(lines):
+                _take(rows, where, row, name, group)
+    except OSError as error:
+        raise of_exception(error, str(path)) from error
+    if not rows.values:
+        raise _bad(str(path), "holds no row")
+    if any(isinstance(value, list) for value in rows.values):
+        return _of_lists(rows, layout, str(path), group)
+    if any(position >= 0 for position in rows.positions):
+        return _of_places(rows, layout, str(path))
+    values = np.array(rows.values, np.float64)
+    if any(sequence >= 0 for sequence in rows.sequences) or len(values) == layout.sequences:
+        order = _order(rows, layout, str(path))
+        return Column("sequence", values[order], [rows.groups[i] for i in order] if group is not None else None)
+    return _laid(values, layout, str(path), None)
+
+
+def _json_rows(lines: Iterator[tuple[str, bytes]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for where, line in lines:
+        row = strictjson.loads(line, where)
+        if not isinstance(row, dict):
+            raise _bad(where, "is no JSON object", found=type(row).__name__)
+        yield where, row
+
+
+def _csv_rows(lines: Iterator[tuple[str, bytes]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows below the head, each with the place of its last line; a quoted cell may go over several."""
+    where, head = "", None
+
+    def texts() -> Iterator[str]:
+        nonlocal where
+        for place, line in lines:
+            where = place
+            yield line.decode() + "\n"
+
+    try:
+        for cells in csv.reader(texts(), strict=True):
+            if head is None:
+                head = [cell.strip().lstrip("\ufeff") for cell in cells]
+                if len(set(head)) != len(head):
+                    raise _bad(where, "two columns have one name", found=head)
+            elif len(cells) != len(head):
+                raise _bad(where, "has another number of cells than the head", found=len(cells), expected=len(head))
+            else:
+                yield where, {name: _Cell(cell) for name, cell in zip(head, cells, strict=True)}
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise _bad(where, f"is no row of a CSV file in UTF-8: {error}") from error
+
+
+def _take(rows: _Rows, where: str, row: dict[str, Any], name: str, group: str | None) -> None:
+    name = _named(row, name, where)
+    value = row[name]
+    rows.wheres.append(where)
+    rows.values.append(value if isinstance(value, list) else _number(value, where, name))
+    rows.sequences.append(_index(row, "sequence", where))
+    rows.positions.append(_index(row, "position", where))
+    if group is not None:
+        if group not in row:
+            raise _bad(where, "has no group", path=f"/{group}", found=sorted(row))
+        rows.groups.append(row[group])
+
+
+def _named(names: Any, name: str, where: str) -> str:
+    """`name` or its plural, whichever is there."""
+    found = [each for each in (name, f"{name}s") if each in names]
+    if len(found) != 1:
+        raise _bad(where, f"holds no {name}" if not found else f"holds both {found[0]} and {found[1]}",
+                   found=sorted(names)[:8], expected=f"{name} or {name}s")  # fmt: skip
+    return found[0]
+
+
+def _number(value: Any, where: str, name: str) -> float:
+    number = math.nan
+    if isinstance(value, _Cell) and "_" not in value:  # which Python would take for a digit's neighbour
+        with contextlib.suppress(ValueError):
+            number = float(value)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value)
+    if not math.isfinite(number):
+        raise _bad(where, "is no finite number", path=f"/{name}", found=value)
+    return number
+
+
+def _index(row: dict[str, Any], name: str, where: str) -> int:
+    """A whole number from 0; -1 where the row says none."""
+    if (value := row.get(name)) is None:
+        return -1
+    if isinstance(value, _Cell) and value.isdecimal():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise _bad(where, f"a {name} is a whole number from 0", path=f"/{name}", found=value)
+    return value
+
+
+def _order(rows: _Rows, layout: Layout, path: str) -> list[int]:
+    """Which row is that of each sequence."""
+    if len(rows.values) != layout.sequences:
+        raise _bad(path, "has another number of rows than there are sequences", found=len(rows.values),
+                   expected=layout.sequences)  # fmt: skip
+    if all(sequence < 0 for sequence in rows.sequences):
+        return list(range(layout.sequences))
+    order = [-1] * layout.sequences
+    for row, sequence in enumerate(rows.sequences):
+        if not 0 <= sequence < layout.sequences:
+            raise _bad(rows.wheres[row], "is of no sequence there is", path="/sequence", found=max(sequence, 0),
+                       expected=f"0 to {layout.sequences - 1}")  # fmt: skip
+        if order[sequence] >= 0:
+            raise _bad(rows.wheres[row], "is a second row of its sequence", path="/sequence", found=sequence)
+        order[sequence] = row
+    return order
+
+
+def _of_lists(rows: _Rows, layout: Layout, path: str, group: str | None) -> Column:
+    values = np.full(len(layout.active), np.nan)
+    order = _order(rows, layout, path)
+    for sequence, row in enumerate(order):
+        given, span = rows.values[row], layout.span(sequence)
+        if not isinstance(given, list):
+            raise _bad(rows.wheres[row], "holds a number, and other rows lists")
+        active = np.flatnonzero(layout.active[span])
+        numbers = np.array([math.nan if value is None else _number(value, rows.wheres[row], "") for value in given])
+        if len(given) == span.stop - span.start:
+            values[span] = numbers
+        elif len(given) == len(active):
+            values[span.start + active] = numbers
+        else:
+            raise _bad(rows.wheres[row], "has a list of another length than its sequence", found=len(given),
+                       expected=f"{span.stop - span.start} tokens or {len(active)} active ones")  # fmt: skip
+    return Column("token", values, [rows.groups[i] for i in order] if group is not None else None)
+
+
+def _of_places(rows: _Rows, layout: Layout, path: str) -> Column:
+    values = np.full(len(layout.active), np.nan)
+    for where, sequence, position, value in zip(rows.wheres, rows.sequences, rows.positions, rows.values, strict=True):
+        span = layout.span(sequence) if 0 <= sequence < layout.sequences else slice(0, 0)
+        if not 0 <= position < span.stop - span.start:
+            raise _bad(where, "is of no token there is", found=f"sequence {sequence}, position {position}")
+        if not math.isnan(values[span.start + position]):
+            raise _bad(where, "is a second row of its token", found=f"sequence {sequence}, position {position}")
+        values[span.start + position] = value
+    return Column("token", values)
+
+
+def _laid(values: np.ndarray, layout: Layout, where: str, groups: list[Any] | None) -> Column:
+    """Numbers in order: of sequences or of tokens, as many as they are."""
+    tokens, active = len(layout.active), int(np.count_nonzero(layout.active))
+    if len(values) == layout.sequences:
+        return Column("sequence", values, groups)
+    if len(values) == tokens:
+        return Column("token", values, groups)
+    if len(values) == active:
+        spread = np.full(tokens, np.nan)
+        spread[np.flatnonzero(layout.active)] = values
+        return Column("token", spread, groups)
+    raise _bad(where, "has as many numbers as there are neither sequences nor tokens", found=len(values),
+               expected=f"{layout.sequences} sequences, {tokens} tokens or {active} active ones")  # fmt: skip
+
+
+def _require_finite(column: Column, layout: Layout, path: Path, name: str) -> None:
+    if column.level == "token":
+        bad = np.flatnonzero(layout.active & ~np.isfinite(column.values))
+        if bad.size:
+            sequence = int(np.searchsorted(layout.cu_seqlens, bad[0], side="right")) - 1
+            position = int(bad[0] - layout.cu_seqlens[sequence])
+            raise _bad(str(path), f"an active token has no finite {name}",
+                       found=f"sequence {sequence}, position {position}: {column.values[bad[0]]}")  # fmt: skip
+    elif (bad := np.flatnonzero(~np.isfinite(column.values))).size:
+        raise _bad(str(path), f"a sequence has no finite {name}",
+                   found=f"sequence {int(bad[0])}: {column.values[bad[0]]}")  # fmt: skip
+
+
+def _bad(where: str, what: str, **facts: Any) -> XdError:
+    return XdError(what, status=Status.INVALID, code="bad-column", where=where, **facts)
