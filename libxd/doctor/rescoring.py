@@ -25,6 +25,7 @@ RUNTIME = "hf"
 TEMPERATURES = tuple(1.1**k for k in range(-17, 11))
 NUCLEI = (0.8, 0.9, 0.95, 0.98, 0.99)
 TOP_KS = (20, 40, 50, 100)
+_ROWS = 64  # of logits that are sorted at once: some copies of them are held
 _SEMANTICS = {
     "logprobs": "raw", "temperature": 1.0, "top_p": 1.0, "top_k": 0,
     "penalties": {"repetition": 1.0, "presence": 0.0, "frequency": 0.0},
@@ -111,16 +112,20 @@ class Otherwise:
         self._kept: list[dict[str, np.ndarray]] = []
 
     def __call__(self, logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> torch.Tensor:
-        """logits: [N, V] of one sequence in order; ids: [N]. float32 [N] in nats."""
+        """logits: [N, V] of one sequence in order; ids: int64 [N]. float32 [N] in nats; temperature is 1."""
         import torch
 
         self.calls += 1
         logits = logits.to(torch.float32)
-        columns = {"plain": _selected(logits, ids)}
+        plain = _selected(logits, ids)
+        kept = {"plain": plain.numpy()}
         if not self._plain_alone:
-            columns |= _otherwise(logits, ids)
-        self._kept.append({name: column.numpy() for name, column in columns.items()})
-        return columns["plain"]
+            others = ids, ids.roll(-1), ids.roll(1)
+            blocks = [_otherwise(logits[at : at + _ROWS], *(each[at : at + _ROWS] for each in others))
+                      for at in range(0, len(ids), _ROWS)]  # fmt: skip
+            kept |= {name: np.concatenate([block[name].numpy() for block in blocks]) for name in blocks[0]}
+        self._kept.append(kept)
+        return plain
 
     def taken(self) -> dict[str, np.ndarray]:
         """Each column over all calls."""
@@ -133,7 +138,9 @@ def _selected(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits, -1).gather(-1, ids[:, None])[:, 0]
 
 
-def _otherwise(logits: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def _otherwise(
+    logits: torch.Tensor, ids: torch.Tensor, following: torch.Tensor, last: torch.Tensor
+) -> dict[str, torch.Tensor]:  # fmt: skip
     import torch
 
     logit = logits.gather(-1, ids[:, None])[:, 0]
@@ -149,8 +156,8 @@ def _otherwise(logits: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tenso
         "logits in bfloat16": _selected(logits.bfloat16().float(), ids),
         "logits in float16": _selected(logits.half().float(), ids),
         "the likeliest token's": logits.max(-1).values - log_sum_exp,
-        "the next token's": _selected(logits, ids.roll(-1)),
-        "the last token's": _selected(logits, ids.roll(1)),
+        "the next token's": _selected(logits, following),
+        "the last token's": _selected(logits, last),
     }
     for p in NUCLEI:
         kept = (mass < p).sum(-1)  # the place of the last token in the nucleus
