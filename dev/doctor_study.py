@@ -286,7 +286,7 @@ def synthetic(scorers: list[Scorer], pairs: int = 1500) -> Iterator[Pair]:
         r = np.minimum(levels[at], -1e-6)
         made = _synthetic_sequences(lengths, draw)
         values = [np.full(made.num_tokens, np.nan, np.float32) for _ in range(2)]
-        values[0][made.active_mask], values[1][made.active_mask] = r, np.minimum(r + d, 0)
+        values[0][made.active_mask], values[1][made.active_mask] = r, np.where(r + d > 0, r - d, r + d)
         yield (f"{number} of {dtypes}", held("rollout", values[0], made, dtypes[0]),
                held("training", values[1], made, dtypes[1]), {"sequences": made})  # fmt: skip
 

@@ -9,17 +9,17 @@ from libxd.doctor.finding import SYMPTOM, Finding, Rule
 from libxd.doctor.rounding import usual_mean
 from libxd.doctor.statistics import medians_by, rank_correlation
 
-_BETTER, _LEAST_PACKS, _MOST_A_PACK = 0.3, 2, 64
+_BETTER, _HALF, _LEAST_PACKS, _MOST_A_PACK = 0.3, 0.5, 2, 64
 _CORRELATION, _TIMES = -0.7, 3.0
 
 RULE = Rule(
     "batches",
     ("pack", "padded-batch"),
-    "By the median |d| of each sequence, for tokens as likely (ten strata), where mean |d| is more than rounding makes "
-    "(bfloat16 0.031 nats, float16 0.0039, float32 and unknown dtypes 1.5e-5). pack: those below 0.3 times the median "
-    "sequence's are just every n-th from the first on, for an n of 2 to 64, two or more. padded-batch: it falls with "
-    "the length of the sequence (rank correlation below -0.7), and that of the shorter third is at least 3 times that "
-    "of the longer third.",
+    "By the median |d| of each sequence, for tokens as likely (ten strata), where mean |d| is more than rounding "
+    "makes (bfloat16 0.031 nats, float16 0.0039, float32 and unknown dtypes 1.5e-5). pack: those below 0.3 times the "
+    "median sequence's are just every n-th from the first on, for an n of 2 to 64, two or more, and their mean |d| is "
+    "at most half the others'. padded-batch: it falls with the length of the sequence (rank correlation below -0.7), "
+    "and that of the shorter third is at least 3 times that of the longer third.",
     "Of the clean pairs none (docs/doctor.md): there no sequence is below 0.3 times the median.",
     least_tokens=64,
     least_sequences=8,
@@ -41,6 +41,8 @@ def _pack(evidence: Evidence, own: np.ndarray) -> Finding | None:
     if not 2 <= step <= _MOST_A_PACK or not np.array_equal(better, np.arange(0, own.size, step)):
         return None
     first = np.isin(evidence.index, better)
+    if evidence.magnitude[first].mean() > _HALF * evidence.magnitude[~first].mean():
+        return None
     return Finding("pack", SYMPTOM, "each first sequence of a pack alone is right", [
         f"sequences {', '.join(map(str, evidence.sequences[better][:4]))} … (every {step}.) differ by "
         f"{evidence.magnitude[first].mean():.3g} on average, the others by {evidence.magnitude[~first].mean():.3g}",

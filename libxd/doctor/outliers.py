@@ -9,15 +9,16 @@ from libxd.doctor.finding import SYMPTOM, Finding, Rule
 from libxd.doctor.rounding import usual_mean
 from libxd.doctor.statistics import medians_by
 
-_TIMES, _RANK, _MOST, _TOKENS = 4.0, 0.75, 0.5, 8
+_TIMES, _MEAN, _RANK, _MOST, _TOKENS = 5.0, 4.0, 0.75, 0.5, 16
 
 RULE = Rule(
     "outliers",
     ("outlying-prompt", "outlying-sequences"),
-    "A sequence of 8 tokens or more is outlying when its median |d|, for tokens as likely (ten strata), is at least 4 "
-    "times the median sequence's, its mean rank among such tokens above 0.75, and its mean |d| more than rounding "
-    "makes (bfloat16 0.031 nats, float16 0.0039, float32 and unknown dtypes 1.5e-5). Named when no more than half of "
-    "the sequences are. Sequences of one prompt, all of its samples and no other: outlying-prompt.",
+    "A sequence of 16 tokens or more is outlying when its median |d|, for tokens as likely (ten strata), is at least "
+    "5 times the median sequence's, its mean |d| at least 4 times, its mean rank among such tokens above 0.75, and "
+    "its mean |d| more than rounding makes (bfloat16 0.031 nats, float16 0.0039, float32 and unknown dtypes 1.5e-5). "
+    "Named when no more than half of the sequences are. Sequences of one prompt, all of its samples and no other: "
+    "outlying-prompt.",
     "Of the clean pairs none (docs/doctor.md): there it is at most 3 times.",
     least_tokens=64,
     least_sequences=4,
@@ -32,7 +33,9 @@ def examine(evidence: Evidence) -> Finding | None:
     rank = np.bincount(evidence.index, evidence.rank, minlength=size) / counts
     middle = float(np.median(own))
     means = np.bincount(evidence.index, evidence.magnitude, minlength=size) / counts
-    outlying = (own >= _TIMES * middle) & (rank > _RANK) & (counts >= _TOKENS) & (means > usual_mean(evidence))
+    outlying = (own >= _TIMES * middle) & (rank > _RANK) & (counts >= _TOKENS) & (
+        means > max(usual_mean(evidence), _MEAN * float(np.median(means)))
+    )
     if not outlying.any() or outlying.mean() > _MOST:
         return None
     found = np.flatnonzero(outlying)
