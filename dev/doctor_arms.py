@@ -180,6 +180,11 @@ class Scorer:
             self.right(name, "float16")
         self.third()
 
+    def one_by_one(self) -> np.ndarray:
+        """Decoding in float32, a sequence at a time: the batch's part in a right scoring. Slow, and so not in RIGHT."""
+        made = ("rollout", 1, "sdpa", "native", "float32", self.sequences)
+        return self._kept("right-decode-1-float32", lambda: self._score(*made))
+
     def right(self, name: str, dtype: str) -> np.ndarray:
         return self._kept(f"right-{name}-{dtype}", lambda: self._score(*RIGHT[name], dtype, self.sequences))
 

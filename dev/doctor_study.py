@@ -318,15 +318,21 @@ class FrozenScores:
             self._held = {name: np.array(file.array(name)) for name in file.names}
         self.sequences = Sequences(**{name: self._held[f"sequences/{name}"] for name in sequences.LAYOUT})
 
+    def _whole(self, name: str) -> np.ndarray:
+        """float32 [T] of what was kept of the responses alone."""
+        whole = np.full(self.sequences.num_tokens, np.nan, np.float32)
+        whole[self.sequences.active_mask] = self._held[name]
+        return whole
+
     def right(self, name: str, dtype: str) -> np.ndarray:
-        return self._held[f"right/{name}/{dtype}"]
+        return self._whole(f"right/{name}/{dtype}")
 
     def wrong(self, name: str, dtype: str) -> np.ndarray:
-        return self._held[f"wrong/{name}/{dtype}"]
+        return self._whole(f"wrong/{name}/{dtype}")
 
     def of_logits(self, dtype: str, plain: bool = False) -> dict[str, np.ndarray]:
         begin = f"{'plain' if plain else 'logits'}/{dtype}/"
-        return {name.removeprefix(begin): values for name, values in self._held.items() if name.startswith(begin)}
+        return {name.removeprefix(begin): self._whole(name) for name in self._held if name.startswith(begin)}
 
     def third(self) -> Rescored:
         columns = {name.removeprefix("third/"): values for name, values in self._held.items() if "third/" in name}
@@ -338,14 +344,16 @@ def freeze(scorer: Scorer, out: Path, most: int = 20) -> None:
     """Every sequence, cut after `most` tokens of its response."""
     part, cells = subset(scorer.sequences, list(range(scorer.sequences.num_sequences)), most)
     kept: dict[str, np.ndarray] = {f"sequences/{name}": getattr(part, name) for name in sequences.LAYOUT}
+    answers = cells[part.active_mask]
     for name, dtype, values in _rights(scorer):
-        kept[f"right/{name}/{dtype}"] = values[cells]
+        kept[f"right/{name}/{dtype}"] = values[answers]
+    kept["right/decode-1/float32"] = scorer.one_by_one()[answers]
     for dtype in DTYPES:
         for name in doctor_arms.arms(dtype):
-            kept[f"wrong/{name}/{dtype}"] = scorer.wrong(name, dtype)[cells]
+            kept[f"wrong/{name}/{dtype}"] = scorer.wrong(name, dtype)[answers]
         for kind, plain in (("logits", False), ("plain", True)):
             for name, values in scorer.of_logits(dtype, plain).items():
-                kept[f"{kind}/{dtype}/{name}"] = values[cells]
+                kept[f"{kind}/{dtype}/{name}"] = values[answers]
     third = scorer.third()
     inside = np.isin(third.cells, cells)
     kept["third/cells"] = np.searchsorted(cells, third.cells[inside])

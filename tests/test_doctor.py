@@ -16,6 +16,7 @@ import pytest
 from comparison_fixtures import scored
 from conftest import ROOT
 from doctor_fixtures import Held, evidence, held, subset
+from tolerances import DOCTOR_TEMPERATURE_RELATIVE
 
 from libxd import pairs
 from libxd.doctor import finding, registry, repeats, series
@@ -96,13 +97,13 @@ def test_a_cause_that_was_made_is_named_first(name, dtype, cause):
     ("temperature 0.70", "float32", "temperature"),
     ("temperature 0.70", "bfloat16", "temperature"),
     ("temperature 1.20", "bfloat16", "temperature"),
-    ("temperature 0.97", "bfloat16", "temperature"),
     ("logprobs over 0.7", "bfloat16", "logprobs-scaled"),
     ("top-p 0.95", "bfloat16", "top-p"),
     ("top-k 20", "float32", "top-k"),
     ("logits in bfloat16", "float32", "head-rounding"),
     ("logits_bfloat16", "float32", "head-rounding"),
-    ("padded by 128", "float32", "padded-vocabulary"),
+    ("padded by 16384", "float32", "padded-vocabulary"),
+    ("double_bos", "bfloat16", "double-bos"),
     ("the likeliest token's", "bfloat16", "wrong-token"),
     ("the next token's", "float32", "labels"),
     ("label_shift", "bfloat16", "labels"),
@@ -116,12 +117,14 @@ def test_with_a_third_scorer_the_one_change_is_named(name, dtype, cause):
 
 
 def test_the_temperature_is_the_one_that_was_set():
-    first = study.look(MADE["temperature 0.70", "bfloat16"], THIRD).findings[0]
-    assert first.summary == "training is the model with temperature 0.7"
+    cold = MADE["temperature 0.70", "bfloat16"]
+    first = study.look(cold, THIRD).findings[0]
     assert first.evidence[0].endswith("nearer in 100% of the sequences")
-    swapped = found(held("rollout", MADE["temperature 0.70", "bfloat16"].training.logprobs, S, "bfloat16"),
-                    pair("bfloat16")[1], rescored=THIRD)  # fmt: skip
-    assert swapped["temperature"].summary == "rollout is the model with temperature 0.7"
+    swapped = found(held("rollout", cold.training.logprobs, S, "bfloat16"), pair("bfloat16")[1], rescored=THIRD)
+    for side, named in (("training", first), ("rollout", swapped["temperature"])):
+        said, _, value = named.summary.rpartition(" ")
+        assert said == f"{side} is the model with temperature"
+        assert float(value) == pytest.approx(0.7, rel=DOCTOR_TEMPERATURE_RELATIVE)
 
 
 def test_a_temperature_of_both_sides_is_no_difference():
@@ -164,17 +167,16 @@ def test_no_cause_is_called_a_fact_that_was_not_made(dtype):
 
 
 def test_batch_1_against_8_is_a_side_that_differs_from_itself(tmp_path):
-    """The training side in batches of eight, and one by one; a part of what it is apart from the decoding side."""
-    lengths = tuple(np.diff(S.cu_seqlens).tolist())
-    given = {"lengths": lengths, "active": S.active_mask}
-    rollout = SCORES.right("decode-8", "bfloat16")
-    eight = scored(tmp_path, rollout, SCORES.right("pass-8", "bfloat16"), **given)
-    one = scored(tmp_path, rollout, SCORES.right("pass-1", "bfloat16"), change=("batch.size", 1), **given)
+    """The decoding side in batches of eight, and one by one: in float32 as much as it is apart from the other side."""
+    given = {"lengths": tuple(np.diff(S.cu_seqlens).tolist()), "active": S.active_mask}
+    training = SCORES.right("pass-8", "float32")
+    eight = scored(tmp_path, SCORES.right("decode-8", "float32"), training, **given)
+    one = scored(tmp_path, SCORES.right("decode-1", "float32"), training, change=("batch.size", 1), **given)
     evidences = [Evidence.of_pair(pairs.of_attempt(each)) for each in (eight, one)]
     (named,) = repeats.examine(evidences)
-    assert (named.cause, named.likelihood) == ("batch-shape", finding.HINT)
-    assert named.evidence[0].startswith("training of") and "(another batch size)" in named.evidence[0]
-    assert len(named.evidence) == 1  # the rollout side is the same to the bit
+    assert (named.cause, named.likelihood) == ("batch-shape", finding.SHAPE)
+    assert named.evidence[0].startswith("rollout of") and "(another batch size)" in named.evidence[0]
+    assert len(named.evidence) == 1  # the training side is the same to the bit
     assert repeats.examine([evidences[0]]) == []
 
 
@@ -275,7 +277,8 @@ def _one(ids: list[int], active: list[int]) -> Evidence:
 
 @pytest.mark.parametrize(("ids", "active", "said"), [
     ([5, 6, 7, 2, 2, 2], [1, 2, 3, 4, 5], "2 end tokens are active behind an active end token"),
-    ([5, 6, 7, 2, 2, 2], [1, 2], "the end token of all 1 sequences"),
+    ([5, 6, 7, 2], [1, 2], "the end token of all 1 sequences"),
+    ([5, 6, 7, 2, 2, 2], [1, 2], None),  # cut off, and padded by that id
     ([5, 6, 2, 1, 4093, 8], [1, 2, 3, 4, 5], "1 turns of another role (user)"),
     ([5, 6, 7], [0, 1, 2], "the first token of 1 sequences is active"),
     ([5, 6, 7, 2, 2, 2], [1, 2, 3], None),

@@ -11,11 +11,10 @@ RULE = Rule(
     "masks",
     ("masks",),
     "Masks that differ between the sides. A sequence's first token active. With the sequences file: a prompt token "
-    "active. With the tokenizer: an active token behind an active end token that closes the last turn, an active "
-    "padding id that is no end token, a turn of another role (user, system, tool) opened by an active token, and end "
-    "tokens that are left out although the token before each is active, in every sequence that has one.",
-    "None: facts, under the usual meaning of a mask. A mask that trains on end tokens of inner turns or leaves them "
-    "out on purpose is named, too.",
+    "active. With the tokenizer: an active end token right behind another, as padding by that id is; an active padding "
+    "id that is no end token; a turn of another role (user, system, tool) opened by an active token; and end tokens "
+    "that are left out, in every sequence that ends with one behind an active token.",
+    "None: facts, under the usual meaning of a mask. A mask that leaves end tokens out on purpose is named, too.",
 )
 
 
@@ -78,23 +77,19 @@ def _special(evidence: Evidence) -> list[str]:
         if pads.size:
             where = evidence.place(pads[0])
             lines.append(f"{pads.size} active tokens are padding (id {vocabulary.pad}); first {where}")
-    behind, left_out, closed = [], [], 0
-    for begin, end in zip(evidence.cu_seqlens[:-1], evidence.cu_seqlens[1:], strict=True):
-        cells = np.arange(begin, end)
-        runs = cells[ends[begin:end]]
-        repeated = runs[1:][(np.diff(runs) == 1) & active[runs[1:]] & active[runs[:-1]]]
-        behind += repeated.tolist()  # an end token right behind an active one: padding whose id is the end's
-        last = runs[runs > begin]
-        if last.size and active[last[-1] - 1] and not ends[last[-1] - 1]:
-            closed += 1
-            if not active[last[-1]]:
-                left_out.append(int(last[-1]))
-    if behind:
-        lines.append(f"{len(behind)} end tokens are active behind an active end token, as padding by that id is; first "
+    starts, lasts = evidence.cu_seqlens[:-1], evidence.cu_seqlens[1:] - 1
+    before = np.zeros(ids.size, bool)  # an active end token is right before, in the same sequence
+    before[1:] = (active & ends)[:-1]
+    before[starts[starts < ids.size]] = False
+    behind = np.flatnonzero(active & ends & before)
+    if behind.size:
+        lines.append(f"{behind.size} end tokens are active behind an active end token, as padding by that id is; first "
                      f"{evidence.place(behind[0])}")  # fmt: skip
-    if closed and len(left_out) == closed:
-        lines.append(f"the end token of all {closed} sequences that have one behind an active token is not active; "
-                     f"first {evidence.place(left_out[0])}")  # fmt: skip
+    lasts = lasts[lasts > starts]
+    closed = lasts[ends[lasts] & active[lasts - 1] & ~ends[lasts - 1]]
+    if closed.size and not active[closed].any():
+        lines.append(f"the end token of all {closed.size} sequences that end with one behind an active token is not "
+                     f"active; first {evidence.place(closed[0])}")  # fmt: skip
     return lines + _roles(evidence)
 
 
