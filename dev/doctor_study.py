@@ -34,6 +34,7 @@ from libxd.sequences import Sequences  # noqa: E402
 from libxd.tensors import TensorFile  # noqa: E402
 
 DTYPES = ("float32", "bfloat16")
+_MOST_NAMED = 8
 
 
 @dataclass
@@ -140,7 +141,7 @@ def _files(scorer: Scorer, dtype: str, right: Held) -> Iterator[Made]:
     exact = float(np.abs(np.exp(other[active]) - np.exp(right.logprobs[active])).mean())
     yield Made("probability called logprob", dtype, right, held("training", other, s, dtype), ("aggregate",),
                {"reported": {"mean_absolute": exact}})  # fmt: skip
-    yield pair("declared temperature 0.7", other, ("semantics",), semantics={"temperature": 0.7})
+    yield pair("declared temperature 0.7", other, ("semantics", "temperature"), semantics={"temperature": 0.7})
     copy = held("training", right.logprobs, s, "float16")
     yield Made("copied from the rollout", dtype, right, copy, ("copied",))
 
@@ -162,19 +163,36 @@ def _bfloat16(values: np.ndarray) -> np.ndarray:
 
 def crosstalk(scorer: Scorer) -> None:
     third = scorer.third()
-    print("| made | dtype | named, in order | with a third scorer |")
-    print("|---|---|---|---|")
+    rows: dict[str, dict[str, str]] = {}
     counts: Counter[str] = Counter()
+    named: dict[str, tuple[list[str], list[str]]] = {}
     for each in made(scorer):
-        found = [look(each, None), look(each, third)]
-        cells = [_named(one, each.expected) for one in found]
-        for which, one in zip(("without", "with"), found, strict=True):
-            first = one.findings[0].cause if one.findings else None
-            how = "silent" if first is None else "first" if first in each.expected else "later" if any(
-                finding.cause in each.expected for finding in one.findings) else "other"  # fmt: skip
-            counts[f"{which}: {how if each.expected or first is None else 'other'}"] += 1
-        print(f"| {each.name} | {each.dtype} | {cells[0]} | {cells[1] if cells[1] != cells[0] else 'the same'} |")
-    print("\n" + ", ".join(f"{name} {count}" for name, count in sorted(counts.items())), file=sys.stderr)
+        for which, known in (("", None), (" +", third)):
+            found = look(each, known)
+            rows.setdefault(each.name, {})[each.dtype + which] = _named(found, each.expected)
+            counts[f"{'with' if known else 'without'} a third scorer: {_how(found, each.expected)}"] += 1
+            for finding in found.findings if known else ():
+                side = named.setdefault(finding.cause, ([], []))[finding.cause not in each.expected]
+                side.append(f"{each.name} ({each.dtype})")
+    columns = [dtype + which for which in ("", " +") for dtype in DTYPES]
+    print(f"| made | {' | '.join(columns)} |\n{'|---' * (1 + len(columns))}|")
+    for name, cells in rows.items():
+        shown = [cells.get(column, "") for column in columns]
+        shown = [text if i < len(DTYPES) or text != shown[i - len(DTYPES)] else "same" for i, text in enumerate(shown)]
+        print(f"| {name} | {' | '.join(shown)} |")
+    print("\n| named | where it was made | elsewhere |\n|---|---|---|")
+    for cause, (rightly, elsewhere) in sorted(named.items()):
+        where = ", ".join(elsewhere) if len(elsewhere) <= _MOST_NAMED else f"{len(elsewhere)} pairs"
+        print(f"| {cause} | {len(rightly)} | {where or '-'} |")
+    print("\n" + "\n".join(f"{name} {count}" for name, count in sorted(counts.items())), file=sys.stderr)
+
+
+def _how(found: Examined, expected: tuple[str, ...]) -> str:
+    """Where the made cause stands among what is named."""
+    causes = [finding.cause for finding in found.findings]
+    if not causes:
+        return "silent"
+    return "first" if causes[0] in expected else "later" if set(causes) & set(expected) else "other"
 
 
 def look(each: Made, third: Rescored | None) -> Examined:
@@ -183,7 +201,7 @@ def look(each: Made, third: Rescored | None) -> Examined:
 
 def _named(found: Examined, expected: tuple[str, ...]) -> str:
     said = [f"**{f.cause}**" if f.cause in expected else f.cause for f in found.findings]
-    return ", ".join(said) or "-"
+    return "<br>".join(said) or "-"
 
 
 # -- pairs without a mistake

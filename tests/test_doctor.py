@@ -159,7 +159,6 @@ def test_no_cause_is_called_a_fact_that_was_not_made(dtype):
     assert astray == {
         "other ids": {"nothing-compared"},
         "begin token twice, in the file": {"lengths"},
-        "declared temperature 0.7": {"temperature"},
     }
 
 
