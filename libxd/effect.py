@@ -103,6 +103,8 @@ def conditions(materialized: Mapping[str, Any], side: str) -> dict[str, Any]:
 
 def difference_of_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any], side: str) -> str | None:
     """How two materialisations' conditions of a side differ, in a few words; None: they are the same."""
+    if any(value["sides"][side]["environment"] is None for value in (ours, theirs)):
+        return "conditions that nobody saw (imported)"
     mine, other = (conditions(value, side) for value in (ours, theirs))
     changed = [name for name in mine if mine[name] != other[name]]
     operators = [value["sides"][side]["operator"] for value in (ours, theirs)]

@@ -42,14 +42,14 @@ def pinned(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def contradictions(
-    identity: Mapping[str, Any], locations: Mapping[str, str | None], missing: Iterable[str]
+    identity: Mapping[str, Any], locations: Mapping[str, str | None]
 ) -> Iterator[tuple[str, Any, Any]]:
     """(pointer into the row, found, expected) where a row's identity is not what it says beside itself.
 
     Each digest is recomputed from what is listed with it; what is listed is there whole or not at all, just when the
-    row says where it lies, and is missing just when it is not there.
+    row says where it lies.
     """
-    checkpoint, tokenizer, sequences = (identity[part] for part in ("checkpoint", "tokenizer", "sequences"))
+    checkpoint, sequences = identity["checkpoint"], identity["sequences"]
     if checkpoint["synthetic"] is not None:
         yield "/identity/checkpoint/digest", checkpoint["digest"], canon.digest(checkpoint["synthetic"])
     for part in ("checkpoint", "tokenizer"):
@@ -63,21 +63,27 @@ def contradictions(
     if any(listed.values()):
         whole = canon.digest({name: sequences[name] for name in (*SEQUENCE_DIGESTS, "packing")})
         yield "/identity/sequences/digest", sequences["digest"], whole
-    at_hand = {"checkpoint": bool(checkpoint["files"]), "tokenizer": bool(tokenizer["files"]),
-               "sequences": any(listed.values())}  # fmt: skip
-    for part, there in at_hand.items():
+    for part, there in _listed(identity).items():
         if (locations[part] is not None) != there:
             yield f"/locations/{part}", locations[part], "a place" if there else None
-    lacking = {part for part, there in at_hand.items() if not there}
-    if checkpoint["synthetic"] is not None:
-        lacking.discard("checkpoint")
-    if tokenizer["policy"] == "token_ids":
-        lacking.discard("tokenizer")
+
+
+def lacking(identity: Mapping[str, Any]) -> set[str]:
+    """Pointers, into a row, to the parts of its identity that are not at hand."""
+    parts = {part for part, there in _listed(identity).items() if not there}
+    if identity["checkpoint"]["synthetic"] is not None:
+        parts.discard("checkpoint")
+    if identity["tokenizer"]["policy"] == "token_ids":
+        parts.discard("tokenizer")
     if identity["model"] is None:
-        lacking.add("model")
-    yield "/missing", sorted({reason.partition(":")[0] for reason in missing}), [
-        f"/identity/{part}" for part in sorted(lacking)
-    ]  # fmt: skip
+        parts.add("model")
+    return {f"/identity/{part}" for part in parts}
+
+
+def _listed(identity: Mapping[str, Any]) -> dict[str, bool]:
+    """Part -> whether what is in it is listed; of sequences, all of it or nothing."""
+    return {"checkpoint": bool(identity["checkpoint"]["files"]), "tokenizer": bool(identity["tokenizer"]["files"]),
+            "sequences": identity["sequences"]["token_ids"] is not None}  # fmt: skip
 
 
 # -- what a scorer must have held

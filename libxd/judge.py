@@ -92,7 +92,8 @@ class _Judge:
         yield from self._same("mode_after", self.observed["mode_before"] or "eval", "mode-changed")
         yield from self._same("optimizer", False)
         yield from self._cache()
-        yield from self._same("scoring_mode", self.mode)
+        if self.mode is not None:  # an imported attempt may leave it open
+            yield from self._same("scoring_mode", self.mode)
         yield from self._semantics()
         yield from self._same("model_state", self.identity["model_state"])
         yield from self._score_file()
@@ -108,6 +109,10 @@ class _Judge:
         if self.strict or wanted is None:
             yield "unobservable", self._place("observed", name), wanted, None
 
+    def _weights_unseen(self, name: str) -> Iterator[Violation]:
+        """Weights that nobody looked at: those of the checkpoint, where it is known by a digest at least."""
+        yield from self._unseen(name, self.weights_digest or self.identity["checkpoint"]["digest"])
+
     def _same(self, name: str, wanted: Any, code: str = "") -> Iterator[Violation]:
         seen = self.observed[name]
         if seen is None:
@@ -120,8 +125,11 @@ class _Judge:
     def _held_weights(self) -> Iterator[Violation]:
         """The weights before scoring; the first wrong parameter is named."""
         wanted, seen, held = self.parameters, self.observed["weights_before"], self.readback["parameters"]
-        if wanted is None or seen is None:
-            yield from self._same("weights_before", self.weights_digest)
+        if seen is None:
+            yield from self._weights_unseen("weights_before")
+            return
+        if wanted is None:
+            yield from self._same("weights_before", None)
             return
         yield from self._same("weights_dtype", self.identity["weights"][self.side]["dtype"])
         wrong = _first_difference(wanted, held)
@@ -137,6 +145,8 @@ class _Judge:
             name = min(changed)
             held = self.readback["parameters"].get(name)
             yield "weights-changed", self._place("changed_parameters", name), held, changed[name]
+        elif self.observed["weights_after"] is None and self.observed["weights_before"] is None:
+            yield from self._weights_unseen("weights_after")
         else:
             held = self.observed["weights_before"] or self.weights_digest
             yield from self._same("weights_after", held, "weights-changed")
@@ -150,12 +160,17 @@ class _Judge:
 
     def _semantics(self) -> Iterator[Violation]:
         """What was done to the logits: all that processed logprobs are behind, nothing where they are raw."""
-        wanted, seen = _processing(self.identity["semantics"]), self.observed["semantics"]
+        declared, seen = self.identity["semantics"], self.observed["semantics"]
         if seen is None:
-            # no token whose logprob could have been another one
+            # else no token whose logprob could have been another one
             if self.identity["sequences"]["num_active"] != 0:
-                yield from self._unseen("semantics", "declared")
+                yield from self._unseen("semantics", declared and "declared")
             return
+        if declared is None:
+            code = "unobservable" if all(value is None for value in seen.values()) else "unpinned"
+            yield code, self._place("observed", "semantics"), None, None
+            return
+        wanted = _processing(declared)
         for name, value in wanted.items():
             place = self._place("observed", "semantics", name)
             if seen[name] is None:

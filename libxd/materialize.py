@@ -26,7 +26,14 @@ OPERATOR_KNOB = "logp.backend"
 def materialized(
     row: dict[str, Any], policy: Policy, environments: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """The materialized.json value of a plan row under a policy; environments: side -> `environment.describe()`."""
+    """The materialized.json value of a plan row under a policy; environments: side -> `environment.describe()`.
+
+    XdError 69 for the row of an imported attempt, whose knobs are unknown.
+    """
+    if row["strategy"] == planner.IMPORTED:
+        raise XdError("nothing can be built for scores that were imported: their knobs are unknown",
+                      status=Status.REFUSED, code="imported", where=row["case_id"],
+                      hint="plan an experiment over the sequences that the row names")  # fmt: skip
     operators = policy.catalog
     strict = row["strict_fallback"] or policy.strict
     refusals = [_refusal(None, None, "unsupported", reason) for reason in row["missing"]]

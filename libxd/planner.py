@@ -19,15 +19,17 @@ from libxd.errors import XdError, XdErrors
 from libxd.experiment import Experiment, Intervention
 from libxd.rundir import RunDirectory
 
-_SCHEMA_VERSION = "xd.plan_row.v1"
+SCHEMA_VERSION = "xd.plan_row.v1"
 #: parts of a row that its case digest covers as they are; the identity enters pinned, the scenario with its id
 _HASHED = ("values", "operators", "contract")
 #: what its request digest covers: the case, and why and how it is tried
 _REQUESTED = (
     "experiment_id", "strategy", "baseline", "case_digest", "intervention", "repeat", "submission", "strict_fallback",
 )  # fmt: skip
+#: the strategy of a row that was never planned: its scores were imported, and its knobs are unknown
+IMPORTED = "imported"
 #: how many knobs a case of a strategy changes
-_CHANGES = {"one_at_a_time": (0, 1), "pairwise": (0, 2)}
+_CHANGES = {"one_at_a_time": (0, 1), "pairwise": (0, 2), IMPORTED: (0,)}
 
 
 def rows(
@@ -39,7 +41,7 @@ def rows(
     """
     parts = parts or Parts()
     shared = {
-        "schema_version": _SCHEMA_VERSION,
+        "schema_version": SCHEMA_VERSION,
         "experiment_id": experiment.experiment_id,
         "scenario_id": experiment.scenario_id,
         "scenario": experiment.scenario,
@@ -181,6 +183,8 @@ def _contradictions(row: dict[str, Any], where: str) -> Iterator[XdError]:
 
     for part in ("values", "baseline"):
         for knob, value in row[part].items():
+            if value is None:  # the schema lets an imported row alone be silent
+                continue
             try:
                 pointer = f"/{part}/{knob}"
                 yield from differs(pointer, value, knobs.normalise(knob, value, where, pointer))
@@ -206,8 +210,10 @@ def _contradictions(row: dict[str, Any], where: str) -> Iterator[XdError]:
         yield from differs("/submission", row["submission"], "canonical")
     yield from differs("/executable", row["executable"], not row["missing"])
     yield from differs("/derived", row["derived"], topology.derived(row["values"], row["identity"]["model"]))
-    for flaw in identity.contradictions(row["identity"], row["locations"], row["missing"]):
+    for flaw in identity.contradictions(row["identity"], row["locations"]):
         yield from differs(*flaw)
+    lacking = identity.lacking(row["identity"]) | ({"/values"} if None in row["values"].values() else set())
+    yield from differs("/missing", sorted({reason.partition(":")[0] for reason in row["missing"]}), sorted(lacking))
     digest = case_digest(row)
     yield from differs("/case_digest", row["case_digest"], digest)
     yield from differs("/case_id", row["case_id"], f"c-{digest[:16]}")

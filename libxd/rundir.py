@@ -214,6 +214,10 @@ class RunDirectory:
             raise XdError("bad case id", code="bad-id", where=str(self.path), found=case_id, expected="c- + 16 hex")
         return self.path / "cases" / case_id
 
+    def sequences(self, digest: str) -> Path:
+        """Where imported tokens lie, frozen, for whoever scores them again; digest: of their identity."""
+        return self.path / "sequences" / f"{digest[:16]}.safetensors"
+
     def _own(self, case_id: str) -> None:
         """XdError 65 for a case that is a symlink: what leads elsewhere is neither written through nor believed."""
         case = self.case(case_id)

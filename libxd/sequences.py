@@ -42,7 +42,8 @@ class Sequences:
 
     token_ids int32 [T]; cu_seqlens int64 [B+1]; active_mask bool [T] (response tokens, which alone decide);
     attention_mask bool [T]; positions int32 [T]; prompt_lens int32 [B]; prompt_index int32 [B] (samples of one prompt
-    share it); logprobs float32 [T], in nats, of the active tokens while they were sampled, NaN elsewhere.
+    share it); logprobs float32 [T], in nats, of the active tokens while they were sampled, NaN elsewhere (and
+    everywhere, where they were not recorded).
     """
 
     token_ids: np.ndarray
@@ -192,7 +193,9 @@ def _check_values(raw: Mapping[str, memoryview], where: str) -> None:
         raise _bad(where, f"active_mask/{(outside.bit_length() - 1) // 8}",
                    "a token outside the attention mask is active")  # fmt: skip
     logprobs = _values(raw, "logprobs")
-    if not all(map(math.isfinite, itertools.compress(logprobs, active))):
+    if all(map(math.isnan, logprobs)):
+        pass  # none were recorded
+    elif not all(map(math.isfinite, itertools.compress(logprobs, active))):
         index = next(i for i, value in enumerate(logprobs) if active[i] and not math.isfinite(value))
         raise _bad(where, f"logprobs/{index}", "the logprob of an active token is not finite",
                    found=str(logprobs[index]))  # fmt: skip

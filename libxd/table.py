@@ -6,11 +6,12 @@ writes it down.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from libxd import canon, knobs, verdict
+from libxd import canon, knobs, planner, verdict
 from libxd.effect import SideEffect, difference_of_conditions, floor, side_effect, standing
 from libxd.errors import XdError
 from libxd.plain import plain
@@ -18,6 +19,8 @@ from libxd.records import Case
 from libxd.rundir import SIDES, Attempt
 
 _UNANSWERED = "no attempt that was given answers this row"
+#: what an importer did not declare, by what a verdict then has no word of; all else there is of the tokens
+_UNDECLARED = {"weights_before": "the checkpoint", "weights_after": "the checkpoint", "semantics": "the semantics"}
 
 
 @dataclass(eq=False)
@@ -43,11 +46,18 @@ class Row:
     @property
     def is_baseline(self) -> bool:
         """Whether nothing is changed: the baseline, or a repeat of it."""
-        return not self.requested["intervention"]
+        return not self.requested["intervention"] and not self.is_imported
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether somebody else had scored: what was changed is unknown, and there is no baseline."""
+        return self.requested["strategy"] == planner.IMPORTED
 
     @property
     def changed(self) -> str:
-        """What the case changes against the baseline."""
+        """What the case changes against the baseline; of an imported attempt, its name."""
+        if self.is_imported:
+            return plain(self.requested["scenario_id"])
         if not self.is_baseline:
             return ", ".join(map(_change, self.requested["intervention"]))
         repeat, submission = self.requested["repeat"], self.requested["submission"]
@@ -87,12 +97,22 @@ def read(attempt: Attempt) -> Row:
     if not attempt.has("comparison.json"):
         return Row(attempt, requested, "incomplete", "not every stage has run")
     comparison = verdict.read(attempt, case)
-    trouble = [f"{v['code']} ({v['path']})" for v in comparison["violations"]]
+    violations = comparison["violations"]
+    trouble = []
+    if requested["strategy"] == planner.IMPORTED:
+        undeclared = [v for v in violations if v["expected"] is None]
+        violations = [v for v in violations if v["expected"] is not None]
+        names = dict.fromkeys(_UNDECLARED.get(v["path"].rpartition("/")[2], "the prompts") for v in undeclared)
+        trouble = [f"nobody declared {' and '.join(names)}"] if names else []
+    trouble += [f"{v['code']} ({v['path']})" for v in violations]
     trouble += [f"{p['side']}: {p['detail']}" for p in comparison["artifact_problems"]]
     more = f" and {len(trouble) - 3} more" if len(trouble) > 3 else ""
     reason = "; ".join(trouble[:3]) + more
     if not comparison["status"].startswith("INVALID"):
-        reason = "; ".join(filter(None, (reason, *(_not_shown(attempt, side) for side in SIDES))))
+        unseen = [_not_shown(attempt, side) for side in SIDES]
+        if requested["strategy"] == planner.IMPORTED:
+            unseen = ["as declared, for an import shows tokens, masks and logprobs alone"]
+        reason = "; ".join(filter(None, (reason, *unseen)))
     return Row(attempt, requested, comparison["status"], plain(reason), comparison)
 
 
@@ -123,12 +143,27 @@ def planned(rows: list[Row], plan: Iterable[dict[str, Any]]) -> list[Row]:
 
 
 def tables(rows: list[Row]) -> list[Table]:
-    """Rows by experiment and contract, each with its effects against the group's baseline and its noise floor."""
+    """Rows by experiment and contract, each with its effects against the group's baseline and its noise floor.
+
+    Imported attempts of one experiment, such as the steps of a training run, are one table.
+    """
     groups: dict[bytes, list[Row]] = {}
     for row in rows:
-        about = [row.requested[key] for key in ("experiment_id", "scenario_id", "scenario", "contract")]
+        about = [row.requested[key] for key in ("experiment_id", "scenario", "contract")]
+        about.append(None if row.is_imported else row.requested["scenario_id"])
         groups.setdefault(canon.dumps(about), []).append(row)
-    return [_with_effects(members) for members in groups.values()]
+    return [_with_effects(_in_order(members)) for members in groups.values()]
+
+
+def _in_order(rows: list[Row]) -> list[Row]:
+    """Planned rows as they were given; imported ones, which no plan puts in order, by name, step 2 before step 10."""
+    if not rows[0].is_imported:
+        return rows
+
+    def natural(row: Row) -> list[str | int]:
+        return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", row.changed))]
+
+    return sorted(rows, key=natural)
 
 
 def _with_effects(rows: list[Row]) -> Table:

@@ -21,6 +21,8 @@ CLAIMS = {
     "S3": "the milestone configuration, on the hardware and the engines that its attempts name",
 }
 
+_CLAIM_OF_IMPORTED = "Scored by others: xd saw tokens, masks and logprobs, and neither engines nor weights nor settings"
+
 _HEAD = ("changed knob", "verdict", "mismatches", "mean", "p99", "max", "side", "mean", "max", "floor")
 _RIGHT = (False, False, True, True, True, True, False, True, True, False)
 _LEAST = (12, 8, 10, 7, 7, 7, 8, 7, 7, 6)  # widths: so that most tables are laid out alike
@@ -56,12 +58,16 @@ def _title(table: Table) -> list[str]:
     first = table.rows[0].requested
     bound = first["contract"]
     threshold = contract.from_row(bound, str(table.rows[0].attempt or first["case_id"])).threshold(bound["dtype"])
-    level = first["scenario"]["level"]
+    if table.rows[0].is_imported:
+        scenario, dtype, claim = "imported", f"{bound['dtype']}, as declared", _CLAIM_OF_IMPORTED
+    else:
+        level = first["scenario"]["level"]
+        scenario, dtype = first["scenario_id"], bound["dtype"]
+        claim = f"{level} on {first['scenario']['device']} shows {CLAIMS[level].format(engines=_engines(table.rows))}"
     title = (
-        f"{first['experiment_id']} ({first['scenario_id']}): contract {bound['source']} version {bound['version']}, "
-        f"threshold {threshold:g} nats ({bound['dtype']})"
+        f"{first['experiment_id']} ({scenario}): contract {bound['source']} version {bound['version']}, "
+        f"threshold {threshold:g} nats ({dtype})"
     )
-    claim = f"{level} on {first['scenario']['device']} shows {CLAIMS[level].format(engines=_engines(table.rows))}"
     return [line for text in (title, claim) for line in textwrap.wrap(plain(text), WIDTH)]
 
 
@@ -109,6 +115,8 @@ def _legend(table: Table) -> list[str]:
         of = "the baseline" if len(table.floors) == 1 else f"baseline {floors.baseline.tried.attempt_id}"
         values = [f"{side} mean {number(f[0])}, max {number(f[1])}" for side, f in floors.sides.items()]
         noise.append(f"Noise floor ({times} of {of}): {'; '.join(values)}.")
+    if table.rows[0].is_imported:
+        return ["In nats, over active tokens. Nothing is known of a baseline, so no effect is shown."]
     return [
         "In nats, over active tokens. Effect: |logprob here - logprob of the baseline|, same tokens, same side.",
         *(noise or [_NO_FLOOR]),

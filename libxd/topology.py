@@ -21,10 +21,12 @@ def conflict(tensor_parallel_size: int, model: dict[str, int]) -> str | None:
 
 
 def derived(values: dict[str, Any], model: dict[str, int] | None) -> dict[str, int | None]:
-    """What follows from a case's knobs and the model's sizes. Where the model is unknown, null."""
-    tensor_parallel_size = values["rollout.tensor_parallel_size"]
+    """What follows from a case's knobs and the model's sizes. Where the model, or a knob, is unknown, null."""
+    tensor_parallel_size, context_parallel_size = (values[f"rollout.{kind}_parallel_size"] for kind in
+                                                   ("tensor", "context"))  # fmt: skip
+    known = tensor_parallel_size is not None and context_parallel_size is not None
     sizes: dict[str, int | None] = {
-        "rollout_world_size": tensor_parallel_size * values["rollout.context_parallel_size"],
+        "rollout_world_size": tensor_parallel_size * context_parallel_size if known else None,
         "training_world_size": 1 if values["training.sharding"] == "unsharded" else None,
         "attention_heads_per_rank": None,
         "kv_heads_per_rank": None,
@@ -33,7 +35,9 @@ def derived(values: dict[str, Any], model: dict[str, int] | None) -> dict[str, i
         "vocab_padded_size": None,
         "vocab_shard_size": None,
     }
-    if model is not None:
+    if model is not None and tensor_parallel_size is None:
+        sizes["vocab_size"] = model["vocab_size"]
+    elif model is not None:
         kv_heads, vocab_size = model["num_key_value_heads"], model["vocab_size"]
         shard = -(-vocab_size // tensor_parallel_size)
         sizes |= {

@@ -329,7 +329,7 @@ def test_what_was_not_observed_is_refused_when_strict_and_otherwise_counts_as_de
 def test_unobserved_and_undeclared_is_refused_in_any_mode():
     pinned = pinned_identity()
     pinned["sequences"]["positions"] = None
-    pinned["weights"]["rollout"] = None
+    pinned["weights"]["rollout"] = pinned["checkpoint"]["digest"] = None
 
     def spoil(readbacks, scores):
         for name in ("positions", "weights_before", "weights_after"):
@@ -340,6 +340,47 @@ def test_unobserved_and_undeclared_is_refused_in_any_mode():
         ("unobservable", f"readback_rollout.json#/observed/{name}")
         for name in ("positions", "weights_before", "weights_after")
     }
+
+
+def test_weights_that_nobody_saw_are_declared_by_the_checkpoints_digest_alone():
+    pinned = pinned_identity()
+    pinned["weights"] = dict.fromkeys(SIDES)
+
+    def spoil(readbacks, scores):
+        for side in SIDES:
+            for name in ("weights_before", "weights_after", "weights_dtype"):
+                observed(side, name, None)(readbacks, scores)
+            readbacks[side]["parameters"] = {}
+
+    assert judged(False, spoil, pinned) == []
+    assert {entry["code"] for entry in judged(True, spoil, pinned)} == {"unobservable"}
+    pinned["checkpoint"]["digest"] = None
+    assert len(judged(False, spoil, pinned)) == 4
+
+
+def test_semantics_that_nobody_declared_are_refused_in_any_mode():
+    """null in identity.json: an imported attempt's. A mode that is not declared is no demand, as the cache policy."""
+    unknown = dict.fromkeys(("temperature", "top_p", "top_k", "penalties"))
+
+    def codes(seen, declared):
+        def spoil(readbacks, scores):
+            for side in SIDES:
+                observed(side, "semantics", seen)(readbacks, scores)
+                scores[side]["metadata"]["semantics"] = seen
+                if side == "rollout":
+                    observed(side, "scoring_mode", None)(readbacks, scores)
+                    scores[side]["metadata"]["mode"] = None
+
+        pinned = {**pinned_identity(), "rollout_mode": None}
+        if not declared:
+            pinned["semantics"] = None
+        return {entry["code"] for entry in judged(False, spoil, pinned)}
+
+    for seen in (None, unknown):
+        assert codes(seen, declared=False) == {"unobservable"}
+        assert codes(seen, declared=True) == set()
+    assert codes({**unknown, "temperature": 1.0}, declared=False) == {"unpinned"}
+    assert codes({**unknown, "temperature": 0.7}, declared=True) == {"semantics"}
 
 
 def test_observed_but_pinned_by_nothing_is_refused():

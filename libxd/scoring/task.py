@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from libxd import planner
 from libxd.errors import Status, XdError
 from libxd.records import Case
 from libxd.rundir import Attempt, refusal_text
@@ -30,6 +31,9 @@ class Task:
         """XdError 65 or 66 for files that are broken, absent or of different cases; 69 for a refused attempt."""
         attempt = Attempt.open(path)
         case = Case.read(attempt)
+        if case.requested["strategy"] == planner.IMPORTED:
+            raise XdError("was imported, and no engine of xd scores it", status=Status.REFUSED, code="imported",
+                          where=str(attempt), hint="plan an experiment over its sequences")  # fmt: skip
         task = cls(attempt, side, case.requested, case.identity, case.materialized)
         if task.materialized["status"] == "refused":
             raise _refused(attempt, task.materialized["refusals"],
