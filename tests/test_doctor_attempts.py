@@ -85,6 +85,19 @@ def test_stored_aggregates_are_held_to_their_tokens(tmp_path):
     assert found is not None and "comparison.json says mean_absolute" in found.evidence[0]
 
 
+def test_what_nobody_showed_is_no_cause_and_is_said(tmp_path):
+    made = attempt(tmp_path, drawn(0))
+    path = made.file("comparison.json")
+    said = json.loads(path.read_bytes())
+    unseen = {"code": "unobservable", "side": "rollout", "path": "readback_rollout.json#/observed/weights_before",
+              "expected": None, "observed": None}  # fmt: skip
+    path.write_text(json.dumps({**said, "status": "INVALID_IDENTITY", "violations": [unseen]}))
+    found = diagnosis.of_pair(looked(made))
+    assert found.findings == [] and found.silent["contract"] == "was not shown: weights_before"
+    path.write_text(json.dumps({**said, "status": "INVALID_IDENTITY", "violations": [{**unseen, "code": "weights"}]}))
+    assert [each.cause for each in diagnosis.of_pair(looked(made)).findings] == ["identity"]
+
+
 # -- several
 
 

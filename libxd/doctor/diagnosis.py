@@ -144,12 +144,14 @@ def _too_few_precisions(evidence: Evidence) -> str:
 def _runs(evidence: Evidence) -> list[str]:
     """Which run would decide."""
     missing = "bfloat16" if set(evidence.dtypes.values()) == {"float32"} else "float32"
-    experiment = "ladder"
-    if evidence.attempt is not None and evidence.attempt.has("requested.json"):
-        experiment = evidence.attempt.requested()["experiment_id"]
+    same = f"score the same tokens with both sides in {missing}"
+    requested = evidence.attempt.requested() if evidence.attempt is not None else None
+    if requested is None or requested["strategy"] == "imported":
+        return [f"{same}, too, and look at that pair: its rounding is thousands of times another, a mistake as large"]
+    experiment = requested["experiment_id"]
     return [
-        f"score the same tokens with both sides in {missing}: add it to {experiment}.json as experiments/ladder.json "
-        "does (rollout.dtype and training.compute_dtype, as a pair), then",
+        f"{same}: add it to {experiment}.json as experiments/ladder.json does (rollout.dtype and "
+        "training.compute_dtype, as a pair), then",
         f"make run EXP={experiment} && xd-doctor runs/{experiment}/cases/*/a*",
     ]
 

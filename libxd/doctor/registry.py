@@ -60,6 +60,8 @@ def examined(evidence: Evidence) -> Examined:
             silent[rule.detector] = why
         elif (finding := examine(evidence)) is not None:
             findings.append(finding)
+    if (why := contract.not_shown(evidence)) is not None:
+        silent[contract.RULE.detector] = why
     return Examined(_merged(sorted(findings, key=lambda finding: -finding.likelihood)), silent)
 
 
