@@ -15,7 +15,7 @@ RULE = Rule(
     "labels",
     ("not-these-tokens",),
     "The rank correlation of the two sides' logprobs is below 0.7 and the median |difference| above 1 nat.",
-    "Sound sides correlate above 0.98 in any dtype; none was seen below.",
+    "Of the clean pairs none (docs/doctor.md): there the correlation is above 0.99.",
     least_tokens=32,
 )
 

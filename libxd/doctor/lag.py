@@ -16,7 +16,8 @@ RULE = Rule(
     ("lag",),
     "The median |difference| between one side and the other moved by 1 to 3 places within each sequence is at most a "
     "quarter of that where they stand, and no more than 0.5 nats.",
-    "Neighbouring tokens' logprobs would have to agree better than the same token's: never seen.",
+    "Neighbouring tokens' logprobs would have to agree better than the same token's: of the clean pairs none "
+    "(docs/doctor.md).",
     least_tokens=16,
 )
 _MOST = 0.5  # nats

@@ -19,7 +19,7 @@ RULE = Rule(
     "8 sequences or more: mean |d| is more than rounding makes (bfloat16 0.031 nats, float16 0.0039, float32 and "
     "unknown dtypes 1.5e-5), the rank correlation of training - rollout with the logprob is beyond 0.3 over all, and "
     "of one sign in so many sequences that coins would do so once in 100 times: temperature-like, a hint.",
-    "Of the clean pairs none (docs/doctor.md).",
+    "Of the clean pairs none (docs/doctor.md): there the correlation reaches 0.21.",
 )
 _TOKENS, _SEQUENCES = 128, 8
 
