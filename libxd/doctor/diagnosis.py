@@ -20,6 +20,8 @@ from libxd.errors import Status, XdError
 from libxd.ladder import Ladder, Rung
 
 SCHEMA_VERSION = "xd.diagnosis.v1"
+#: causes that say nothing of the numbers themselves
+_OF_A_REPORT = ("aggregate",)
 #: what is shown of a rule
 RULES: tuple[Rule, ...] = (*(rule for rule, _ in DETECTORS), repeats.RULE, series.RULE)
 
@@ -116,7 +118,7 @@ def _answer(evidence: Evidence, findings: list[Finding], climbed: Ladder | None)
     if climbed is not None and climbed.judgement.answer != "undecided":
         judged = climbed.judgement
         return Answer(judged.answer, f"{judged.why}, on a ladder of {len(climbed.rungs)} rungs", "ladder", [])
-    telling = [finding for finding in findings if finding.likelihood >= SHAPE]
+    telling = [finding for finding in findings if finding.likelihood >= SHAPE and finding.cause not in _OF_A_REPORT]
     if telling:
         return Answer("bug", f"by what was found: {telling[0].summary}", "findings", [])
     if findings and findings[0].cause == "more-than-rounding":

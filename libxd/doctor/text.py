@@ -19,8 +19,8 @@ def lines(diagnosis: Diagnosis, verbose: bool, style: Style = lambda text, _: te
     answer = diagnosis.answer
     if answer is not None:
         said = "nothing differs" if answer.answer == "nothing" else answer.answer
-        out += _wrapped(plain(f"Bug or rounding? {said}: {answer.why}."), "  ")
-        out[1 if len(out) > 1 else 0] = out[1 if len(out) > 1 else 0].replace(said, style(said, answer.answer), 1)
+        first, *others = _wrapped(plain(f"Bug or rounding? {said}: {answer.why}."), "  ")
+        out += [first.replace(f" {said}:", f" {style(said, answer.answer)}:", 1), *others]
         out += [line for each in answer.next for line in _wrapped(plain(f"- {each}"), "    ", "  ")]
     for place, finding in enumerate(diagnosis.findings, 1):
         out += ["", *_finding(place, finding, style)]
