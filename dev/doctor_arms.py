@@ -1,10 +1,10 @@
 """Logprobs of frozen sequences by a real model, right and wrong in known ways: what dev/doctor_study.py is made of.
 
-    python -P dev/doctor_arms.py SEQUENCES OUT
+    python -P dev/doctor_arms.py SEQUENCES OUT [right]
 
 The hf engines are called in this process, as the scorer's child would. OUT gets a file a scoring, float32 [T] each;
-those that are there are not scored again. `right` lists scorings without a mistake, `wrong` those with one, by the name
-of what was made; a name ends in the dtype of the model.
+those that are there are not scored again, and with `right` none with a mistake is. `right-…` are scorings without one,
+`wrong-…` those with one, by the name of what was made; a name ends in the dtype of the model.
 """
 
 from __future__ import annotations
@@ -168,17 +168,20 @@ class Scorer:
         self.out = out
         out.mkdir(parents=True, exist_ok=True)
 
-    def all(self) -> None:
+    def all_right(self) -> None:
         for dtype in ("bfloat16", "float32"):
             for name in RIGHT:
                 self.right(name, dtype)
+        for name in FEWER:
+            self.right(name, "float16")
+        self.third()
+
+    def all_wrong(self) -> None:
+        for dtype in ("bfloat16", "float32"):
             self._rescored(dtype)
         for dtype in ("float32", "bfloat16"):
             for name in arms(dtype):
                 self.wrong(name, dtype)
-        for name in FEWER:
-            self.right(name, "float16")
-        self.third()
 
     def one_by_one(self) -> np.ndarray:
         """Decoding in float32, a sequence at a time: the batch's part in a right scoring. Slow, and so not in RIGHT."""
@@ -273,4 +276,7 @@ if __name__ == "__main__":
     import torch
 
     torch.set_num_threads(1)
-    Scorer(Path(sys.argv[1]), Path(sys.argv[2])).all()
+    scorer = Scorer(Path(sys.argv[1]), Path(sys.argv[2]))
+    scorer.all_right()
+    if sys.argv[3:] != ["right"]:
+        scorer.all_wrong()

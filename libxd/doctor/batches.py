@@ -10,7 +10,7 @@ from libxd.doctor.rounding import usual_mean
 from libxd.doctor.statistics import medians_by, rank_correlation
 
 _BETTER, _HALF, _LEAST_PACKS, _MOST_A_PACK = 0.3, 0.5, 2, 64
-_CORRELATION, _TIMES = -0.7, 3.0
+_CORRELATION, _TIMES, _TOKENS = -0.7, 3.0, 16
 
 RULE = Rule(
     "batches",
@@ -18,8 +18,9 @@ RULE = Rule(
     "By the median |d| of each sequence, for tokens as likely (ten strata), where mean |d| is more than rounding "
     "makes (bfloat16 0.031 nats, float16 0.0039, float32 and unknown dtypes 1.5e-5). pack: those below 0.3 times the "
     "median sequence's are just every n-th from the first on, for an n of 2 to 64, two or more, and their mean |d| is "
-    "at most half the others'. padded-batch: it falls with the length of the sequence (rank correlation below -0.7), "
-    "and that of the shorter third is at least 3 times that of the longer third.",
+    "at most half the others'. padded-batch: of 8 sequences or more with 16 tokens each, it falls with the length of "
+    "the sequence (rank correlation below -0.7), that of the shorter third is at least 3 times that of the longer "
+    "third, and the shorter third's mean |d| twice what rounding makes.",
     "Of the clean pairs none (docs/doctor.md): there single short sequences are as low, but not just every n-th.",
     least_tokens=64,
     least_sequences=8,
@@ -53,16 +54,20 @@ def _pack(evidence: Evidence, own: np.ndarray) -> Finding | None:
 
 
 def _padded(evidence: Evidence, own: np.ndarray) -> Finding | None:
-    lengths = np.diff(evidence.cu_seqlens)[evidence.sequences]
-    falls = rank_correlation(own, lengths)
-    if falls > _CORRELATION:
+    kept = np.flatnonzero(np.bincount(evidence.index, minlength=own.size) >= _TOKENS)
+    if kept.size < RULE.least_sequences:
         return None
+    lengths, own = np.diff(evidence.cu_seqlens)[evidence.sequences][kept], own[kept]
+    falls = rank_correlation(own, lengths)
     order = np.argsort(lengths, kind="stable")
     third = max(1, own.size // 3)
-    shorter, longer = np.median(own[order[:third]]), np.median(own[order[-third:]])
-    if shorter < _TIMES * longer:
+    parts = order[:third], order[-third:]
+    shorter, longer = (np.median(own[part]) for part in parts)
+    if falls > _CORRELATION or shorter < _TIMES * longer:
         return None
-    means = [evidence.magnitude[np.isin(evidence.index, part)].mean() for part in (order[:third], order[-third:])]
+    means = [evidence.magnitude[np.isin(evidence.index, kept[part])].mean() for part in parts]
+    if means[0] < 2 * usual_mean(evidence):
+        return None
     return Finding("padded-batch", SYMPTOM, "the shorter a sequence, the worse: padding is seen", [
         f"rank correlation of a sequence's |training - rollout| with its length {falls:.2f}; mean {means[0]:.3g} over "
         f"the {third} shortest ({lengths[order[0]]} tokens and more), {means[1]:.3g} over the {third} longest",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from libxd.doctor import truncation
 from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import FIT, Finding, Rule
 from libxd.doctor.rescoring import TEMPERATURES
@@ -18,6 +19,7 @@ _HALVED = 0.5
 _LEFT = 0.125  # nats: more than bfloat16 leaves
 #: nats: what float32 rounding makes of a mean
 _LEAST = 1.5e-5
+_SCALES = ("temperature", "logprobs-scaled")
 _AGREE = 0.9  # of the sequences
 _PADS = tuple(2**k for k in range(5, 18))
 #: of log T: below, a fit to rounding is as far from 1
@@ -31,10 +33,11 @@ RULE = Rule(
     "Each side beside a float32 model with one thing done otherwise: 28 temperatures (a parabola between them), "
     "logprobs times a factor, 5 nuclei, 4 top-k, labels or logits one place off, the likeliest token's logprob, "
     "logits rounded to bfloat16 or float16, 2^5 to 2^17 padded columns, one more begin token. The one with the "
-    "smallest median |residual| is named where that is more than 1.5e-5 nats with nothing done otherwise, at most half "
-    "of that with it, at most 0.125 nats, and smaller in 90 % of the sequences. A temperature is also named where it "
-    "leaves more than half: when it is 1 % or more from the declared one, and each sequence's own best temperature "
-    "falls on that side of it in so many sequences that coins would do so once in 100 times.",
+    "smallest median |residual| is named where that is more than 1.5e-5 nats with nothing done otherwise, at most "
+    "half of that with it, at most 0.125 nats, and smaller in 90 % of the sequences. A temperature is also named "
+    "where it leaves more than half: when it is 1 % or more from the declared one, and each sequence's own best "
+    "temperature falls on that side of it in so many sequences that coins would do so once in 100 times. Neither it "
+    "nor a factor is named where truncation speaks.",
     "Of the clean scorings none (docs/doctor.md). A side whose rounding is much larger than the change hides it.",
     least_tokens=32,
     least_sequences=2,
@@ -81,15 +84,17 @@ def _best(evidence: Evidence, side: str) -> _Fit | None:
     declared = (evidence.semantics[side] or {}).get("temperature") or 1.0
     plain = rescored.plain if declared == 1.0 else rescored.at_temperature(declared)
     without = np.abs(values - plain[theirs])
+    cut = truncation.examine(evidence) is not None  # which no scale makes, and rounding may make look like one
     found = [
         fit
         for cause, name, column in _hypotheses(evidence, values, theirs)
-        if declared == 1.0 or cause == "temperature"  # the others are of raw logprobs
+        if (declared == 1.0 or cause == "temperature")  # the others are of raw logprobs
+        and not (cut and cause in _SCALES)
         if (fit := _fit(side, cause, name, values, without, column, sequence)) is not None
     ]
     if found:
         return min(found, key=lambda fit: fit.best)
-    return _temperature(evidence, side, values, theirs, without, sequence, declared)
+    return None if cut else _temperature(evidence, side, values, theirs, without, sequence, declared)
 
 
 def _fit(
