@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from libxd import effect
 from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import FACT, HINT, SHAPE, Finding, Rule
 from libxd.records import Case
-from libxd.rundir import SIDES
+from libxd.rundir import SIDES, Attempt
 
 #: of mean |training - rollout|: below, another batch is none of its causes; from there on, it may be all of it
 _PART, _MOST = 0.1, 0.5
@@ -30,8 +31,9 @@ RULE = Rule(
 def examine(evidences: Sequence[Evidence]) -> list[Finding]:
     """Of several attempts together."""
     again, shaped, floor, share = [], [], 0.0, 0.0
-    for a, b in combinations(evidences, 2):
-        for kind, side, seen in _beside(a, b):
+    read = [(each, each.attempt, Case.read(each.attempt)) for each in evidences if each.attempt and each.count]
+    for (a, first, its), (b, second, other) in combinations(read, 2):
+        for kind, side, seen in _beside(first, its, second, other):
             if not seen.mean_absolute:
                 continue
             line = (f"{side} of {b.attempt} against {a.attempt}: mean {seen.mean_absolute:.3g}, max "
@@ -58,12 +60,11 @@ def examine(evidences: Sequence[Evidence]) -> list[Finding]:
     return findings
 
 
-def _beside(a: Evidence, b: Evidence) -> Iterator[tuple[str, str, effect.SideEffect]]:
+def _beside(
+    first: Attempt, its: Case, second: Attempt, other: Case
+) -> Iterator[tuple[str, str, effect.SideEffect]]:  # fmt: skip
     """(what is another, side, the effect) of sides that may be set beside one another."""
-    if a.attempt is None or b.attempt is None or not (a.count and b.count):
-        return
-    cases = [Case.read(each) for each in (a.attempt, b.attempt)]
-    requested = [case.requested for case in cases]
+    requested = its.requested, other.requested
     if requested[0]["case_digest"] == requested[1]["case_digest"]:
         kind = "repeat" if requested[0]["submission"] == requested[1]["submission"] else "another order"
     elif _differ_in_batch_alone(*requested):
@@ -71,11 +72,11 @@ def _beside(a: Evidence, b: Evidence) -> Iterator[tuple[str, str, effect.SideEff
     else:
         return
     for side in SIDES:
-        if effect.difference_of_conditions(*(case.materialized for case in cases), side) is None:
-            yield kind, side, effect.side_effect(b.attempt, a.attempt, side)
+        if effect.difference_of_conditions(its.materialized, other.materialized, side) is None:
+            yield kind, side, effect.side_effect(second, first, side)
 
 
-def _differ_in_batch_alone(ours: dict, theirs: dict) -> bool:
+def _differ_in_batch_alone(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
     others = {name for name, value in ours["values"].items() if value != theirs["values"][name]}
     same = all(ours[name] == theirs[name] for name in ("operators", "identity", "contract"))
     return same and others == {"batch.size"}
