@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from typing import NoReturn
 
-TOOLS = ("rollout", "plan", "resume", "materialize", "score", "compare", "seal", "ladder", "impact", "doctor")
+TOOLS = ("rollout", "plan", "resume", "materialize", "score", "compare", "seal", "ladder", "impact", "import", "doctor")
 
 
 def run(tool: str) -> NoReturn:

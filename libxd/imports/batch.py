@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from libxd.errors import XdError
 from libxd.imports.record import Record
+from libxd.imports.spool import Spool
 
 _MAX_ID = 2**31 - 1
 #: active tokens at the end of a response whose logprobs are all 0.0 and that are spoken of: a probability of exactly 1
@@ -36,20 +38,30 @@ class Batch:
 
     @classmethod
     def of_records(cls, records: Iterable[Record], where: str) -> Batch:
-        """XdError 65 for the first record that contradicts itself, or holds another thing than those before it."""
-        kept = list(_checked(records, where))
-        first = kept[0]
-        lengths = [len(record.token_ids) for record in kept]
-        known = all(record.prompt_len for record in kept)  # one without a prompt has tokens that nothing comes before
-        return cls.of_arrays(
-            token_ids=np.concatenate([record.token_ids for record in kept]),
-            cu_seqlens=np.cumsum([0, *lengths], dtype=np.int64),
-            active_mask=np.concatenate([record.active for record in kept]),
-            prompt_lens=np.array([record.prompt_len for record in kept], np.int32) if known else None,
-            logprobs={side: np.concatenate([record.logprobs[side] for record in kept]) for side in first.logprobs},
-            extras=_extras(kept, lengths),
-            places=[record.where or where for record in kept],
-        )
+        """The records as they come: only the last is held, the arrays lie in files (`Spool`).
+
+        XdError 65 for the first record that contradicts itself, or holds another thing than those before it.
+        """
+        kept = _Beside()
+        with Spool() as spool:
+            for record in _checked(records, where):
+                first = np.arange(len(record.token_ids)) == 0
+                _require_ids(record.token_ids, record.where or where)
+                spool.append("token_ids", record.token_ids.astype(np.int32))
+                spool.append("active", record.active)
+                for side, values in record.logprobs.items():
+                    spool.append(side, _scored(values, record.active, first))
+                kept.add(record, spool)
+            return cls(
+                token_ids=spool.array("token_ids"),
+                cu_seqlens=np.cumsum([0, *kept.lengths], dtype=np.int64),
+                active_mask=spool.array("active"),
+                # one without a prompt has tokens that nothing comes before
+                prompt_lens=np.array(kept.prompt_lens, np.int32) if all(kept.prompt_lens) else None,
+                logprobs={side: spool.array(side) for side in kept.sides},
+                extras=kept.extras(spool),
+                places=[place or where for place in kept.places],
+            )
 
     @classmethod
     def of_arrays(
@@ -64,9 +76,7 @@ class Batch:
         wrong = np.flatnonzero((token_ids < 0) | (token_ids > _MAX_ID))
         if wrong.size:
             sequence, position = place(cu_seqlens, int(wrong[0]))
-            raise XdError("is no token id: padding is left out by a mask", code="bad-token-id",
-                          where=places[sequence] if places else f"sequence {sequence}", path=f"/{position}",
-                          found=int(token_ids[wrong[0]]), expected=f"0 to {_MAX_ID}")  # fmt: skip
+            raise _no_id(places[sequence] if places else f"sequence {sequence}", position, token_ids[wrong[0]])
         first = np.zeros(len(token_ids), bool)
         first[cu_seqlens[:-1]] = True
         return cls(
@@ -151,21 +161,53 @@ def _checked(records: Iterable[Record], where: str) -> Iterator[Record]:
         raise XdError("holds no sequence", code="no-sequences", where=where)
 
 
-def _extras(records: list[Record], lengths: list[int]) -> dict[str, np.ndarray]:
-    """What all records say beside their scores; what one of them lacks is unknown as a whole."""
-    said: dict[str, np.ndarray] = {}
-    if all(record.advantage is not None for record in records):
-        said["advantages"] = np.concatenate(
-            [np.broadcast_to(np.float32(record.advantage), length) for record, length in zip(records, lengths,
-                                                                                             strict=True)]
-        )  # fmt: skip
-    if all(record.reward is not None for record in records):
-        said["rewards"] = np.array([record.reward for record in records], np.float32)
-    if all(record.prompt is not None for record in records):
-        said["prompt_index"] = numbered(record.prompt for record in records)
-    if all(record.version is not None for record in records):
-        said["versions"] = np.array([record.version for record in records], np.int64)
-    return said
+def _require_ids(token_ids: np.ndarray, where: str) -> None:
+    wrong = np.flatnonzero((token_ids < 0) | (token_ids > _MAX_ID))
+    if wrong.size:
+        raise _no_id(where, int(wrong[0]), token_ids[wrong[0]])
+
+
+def _no_id(where: str, position: int, found: Any) -> XdError:
+    return XdError("is no token id: padding is left out by a mask", code="bad-token-id", where=where,
+                   path=f"/{position}", found=int(found), expected=f"0 to {_MAX_ID}")  # fmt: skip
+
+
+class _Beside:
+    """What records say beside their scores, one a sequence; what one of them lacks is unknown as a whole."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self.prompt_lens: list[int | None] = []
+        self.places: list[str] = []
+        self.sides: tuple[str, ...] = ()
+        self._rewards: list[float | None] = []
+        self._prompts: list[Hashable | None] = []
+        self._versions: list[int | None] = []
+        self._advantages = True
+
+    def add(self, record: Record, spool: Spool) -> None:
+        self.lengths.append(len(record.token_ids))
+        self.prompt_lens.append(record.prompt_len)
+        self.places.append(record.where)
+        self.sides = tuple(record.logprobs)
+        self._rewards.append(record.reward)
+        self._prompts.append(record.prompt)
+        self._versions.append(record.version)
+        self._advantages = self._advantages and record.advantage is not None
+        if self._advantages:
+            spool.append("advantages", np.broadcast_to(np.float32(record.advantage), self.lengths[-1]))
+
+    def extras(self, spool: Spool) -> dict[str, np.ndarray]:
+        said: dict[str, np.ndarray] = {}
+        if self._advantages:
+            said["advantages"] = spool.array("advantages")
+        if None not in self._rewards:
+            said["rewards"] = np.array(self._rewards, np.float32)
+        if None not in self._prompts:
+            said["prompt_index"] = numbered(self._prompts)
+        if None not in self._versions:
+            said["versions"] = np.array(self._versions, np.int64)
+        return said
 
 
 def numbered(keys: Iterable[Hashable]) -> np.ndarray:

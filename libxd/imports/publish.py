@@ -20,6 +20,7 @@ from libxd.imports import request
 from libxd.imports.batch import Batch, numbered, place
 from libxd.imports.record import UNKNOWN_SEMANTICS
 from libxd.imports.request import Declared
+from libxd.imports.spool import Spool
 from libxd.planner import IMPORTED
 from libxd.records import Case
 from libxd.rundir import SIDES, Attempt, RunDirectory
@@ -105,18 +106,21 @@ def _sequences(batch: Batch) -> frozen.Sequences | None:
     """The tokens frozen: at positions from 0, nothing masked. They are the same file whatever was scored of them."""
     if batch.prompt_lens is None:
         return None
-    tokens, begins = len(batch.token_ids), batch.cu_seqlens[:-1]
-    lengths = np.diff(batch.cu_seqlens)
+    with Spool() as spool:
+        for length in np.diff(batch.cu_seqlens).tolist():
+            spool.append("positions", np.arange(length, dtype=np.int32))
+            spool.append("attention_mask", np.ones(length, bool))
+            spool.append("logprobs", np.full(length, np.nan, np.float32))
+        constant = {name: spool.array(name) for name in ("positions", "attention_mask", "logprobs")}
+    begins = batch.cu_seqlens[:-1]
     prompts = (batch.token_ids[b : b + n].tobytes() for b, n in zip(begins, batch.prompt_lens, strict=True))
     return frozen.Sequences(
         token_ids=batch.token_ids,
         cu_seqlens=batch.cu_seqlens,
         active_mask=batch.active_mask,
-        attention_mask=np.ones(tokens, bool),
-        positions=(np.arange(tokens, dtype=np.int64) - begins.repeat(lengths)).astype(np.int32),
         prompt_lens=batch.prompt_lens,
         prompt_index=numbered(prompts),
-        logprobs=np.full(tokens, np.nan, np.float32),
+        **constant,
     )
 
 

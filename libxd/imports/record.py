@@ -17,7 +17,8 @@ class Record:
     """One sequence of L tokens, prompt and response.
 
     token_ids: integers [L]. prompt_len: how many of them are prompt; None where the dump holds the response alone.
-    active: bool [L], the tokens that decide. logprobs: side -> float32 [L] in nats, index i of token i given the tokens
+    active: bool [L], the tokens that decide; None where the dump
+    does not say which (`Dump.masked_by`). logprobs: side -> float32 [L] in nats, index i of token i given the tokens
     before it, NaN where the dump has none. prompt: equal for samples of one prompt (a group); None: unknown.
     advantage: a number, or float [L]. version: of the policy that sampled (a step). where: its place in the dump, for
     messages.
@@ -25,7 +26,7 @@ class Record:
 
     token_ids: np.ndarray
     prompt_len: int | None
-    active: np.ndarray
+    active: np.ndarray | None
     logprobs: Mapping[str, np.ndarray]
     prompt: Hashable | None = None
     advantage: float | np.ndarray | None = None
