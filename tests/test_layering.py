@@ -199,7 +199,7 @@ def test_the_rules_can_fail(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tool", ["rollout", "plan", "resume", "materialize", "score", "compare", "seal", "impact", "import"]
+    "tool", ["rollout", "plan", "resume", "materialize", "score", "compare", "seal", "impact", "import", "doctor"]
 )
 def test_no_tool_loads_torch_to_start(tool):
     assert really_loaded(f"libxd.cmd.{tool}") & HEAVY == set()

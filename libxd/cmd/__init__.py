@@ -15,7 +15,8 @@ from functools import partial
 from typing import NoReturn
 
 TOOLS = (
-    "rollout", "plan", "resume", "materialize", "score", "compare", "seal", "ladder", "impact", "import", "bisect",
+    "rollout", "plan", "resume", "materialize", "score", "compare", "seal", "ladder", "impact", "import", "doctor",
+    "bisect",
 )  # fmt: skip
 
 
