@@ -55,6 +55,8 @@ POLICY_smollm2-cuda ?= --runtime hf
 POLICY_smollm2-vllm ?= --runtime-rollout vllm --runtime-training hf
 POLICY_smollm2-vllm-cuda ?= --runtime-rollout vllm --runtime-training hf
 POLICY_smollm2-server ?= --runtime-rollout server --runtime-training hf
+POLICY_s0-bisect ?= --runtime cpu-smoke
+POLICY_smollm2-bisect ?= --runtime hf
 POLICY ?= $(or $(POLICY_$(EXP)),$(error no policy for EXP=$(EXP): give POLICY='--runtime NAME' with a runtime such as cpu-smoke or hf))
 
 # Processes that tests are spread over: each may hold a model or two, so not one a core.
@@ -77,8 +79,17 @@ REPEATS := $(or $(REPEATS_$(EXP)),0)
 endif
 override REPEATS := $(call plain,REPEATS,$(value REPEATS))
 
+# What makes a case of a bisection bad, and what else xd-bisect is to be told. TOWARD: a config whose baseline is the other
+# end, for an experiment that declares none.
+BISECT_s0-bisect ?= --by mean --above 1e-3
+BISECT_smollm2-bisect ?= --by mean --above 1e-3
+BISECT ?= $(or $(BISECT_$(EXP)),--by verdict)
+TOWARD ?=
+override TOWARD := $(if $(value TOWARD),$(call plain,TOWARD,$(value TOWARD)))
+
 # What an experiment needs before it can be planned.
 NEEDS_s1 := sequences/short.safetensors
+NEEDS_smollm2-bisect := sequences/short.safetensors
 NEEDS_ladder := sequences/smollm2.safetensors
 NEEDS_s2 := $(PADDED)/model.safetensors sequences/s2.safetensors
 NEEDS_s2-cuda := $(PADDED)/model.safetensors sequences/s2.safetensors
@@ -106,15 +117,18 @@ CHECK_STAGES = codes="$${PIPESTATUS[*]}"; \
   for code in $$codes; do case $$code in 0|69|141) ;; *) exit $$code;; esac; done; \
   case " $$codes " in *" 141 "*) exit 141;; esac
 
+# Runs stand under the experiment's id: a config that bears another one's is refused before anything is made.
+CHECK_ID = named='"experiment_id"[[:space:]]*:[[:space:]]*"$(subst .,\.,$(EXP))"'; \
+	  [ ! -e $(CONFIG) ] || grep -qE "$$named" $(CONFIG) || \
+	    { echo "make: $(CONFIG): its experiment_id is not $(EXP), so its runs would be another experiment's" >&2; exit 65; }
+
 ##@ The main job
 
 # The two halves of it are made by a make of their own, so that -j and -k work, -n only shows, and the table comes even
 # where a group failed. What can share its engines is a group: a file of rows, and a stamp when its pipe went through.
 .PHONY: run
 run: setup $(NEEDS_$(EXP)) ## plan, score, compare and seal EXP=name; ends with the table (-j: engines side by side)
-	@named='"experiment_id"[[:space:]]*:[[:space:]]*"$(subst .,\.,$(EXP))"'; \
-	  [ ! -e $(CONFIG) ] || grep -qE "$$named" $(CONFIG) || \
-	    { echo "make: $(CONFIG): its experiment_id is not $(EXP), so its runs would be another experiment's" >&2; exit 65; }
+	@$(CHECK_ID)
 	@xd-plan -q $(CONFIG) --runs $(RUNS) --repeats $(REPEATS) > /dev/null
 	+@groups=$(RUNS)/$(EXP)/.make-$$HOSTNAME-$$$$-$$RANDOM; trap 'rm -rf $$groups' EXIT; failed=0; \
 	  $(MAKE) pending GROUPS_IN=$$groups || failed=$$?; \
@@ -140,6 +154,18 @@ pipes: $(patsubst %.jsonl,%.done,$(if $(GROUPS_IN),$(wildcard $(GROUPS_IN)/*.jso
 table:
 	@xd-resume -q $(PLAN_ROWS) --runs $(RUNS) $(POLICY) --answers | xd-compare --table --plan $(PLAN_ROWS); $(CHECK_STAGES)
 	@$(if $(AFTER_$(EXP)),echo; xd-resume -q $(PLAN_ROWS) --runs $(RUNS) $(POLICY) --answers | $(AFTER_$(EXP)); $(CHECK_STAGES))
+
+# A round is what the search needs next, one pipe; which it is shows in the run directory alone, so it can be broken off.
+.PHONY: bisect
+bisect: setup $(NEEDS_$(EXP)) ## score what it takes to find a smallest set of knobs between the two ends of EXP, and say it
+	@$(CHECK_ID)
+	@xd-plan -q $(CONFIG) $(if $(TOWARD),--toward $(TOWARD)) --runs $(RUNS) > /dev/null
+	@rows=$$(mktemp); trap 'rm -f $$rows' EXIT; \
+	  while xd-bisect --next $(PLAN_ROWS) --runs $(RUNS) $(BISECT) $(POLICY) > $$rows; do \
+	    xd-materialize -q --runs $(RUNS) $(POLICY) < $$rows | xd-score --side rollout | xd-score --side training \
+	      | xd-compare | xd-seal > /dev/null; $(CHECK_STAGES); \
+	  done; code=$$?; [ $$code = 1 ] || exit $$code
+	@xd-bisect $(PLAN_ROWS) --runs $(RUNS) $(BISECT) $(POLICY)
 
 .PHONY: plan
 plan: $(VENV)/.base ## print the plan rows of EXP (no model, no torch, no accelerator needed)

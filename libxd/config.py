@@ -47,6 +47,7 @@ def parse(value: Any, base: Path, where: str) -> Experiment:
     baseline = reader.baseline()
     interventions = reader.interventions(baseline)
     pairs = reader.pairs(interventions)
+    reader.check_ends()
     reader.check_heads(baseline, interventions, resolved)
     if reader.issues or resolved is None or bound is None:
         raise XdErrors(reader.issues)
@@ -227,8 +228,8 @@ class _Reader:
             if strategy == "pairwise":
                 self.report("pairwise needs pairs", "missing-field", "/pairs")
             return ()
-        if strategy == "one_at_a_time":
-            self.report("one_at_a_time crosses nothing; pairs are for pairwise", "contradiction", "/pairs")
+        if strategy in ("one_at_a_time", "bisect"):
+            self.report(f"{strategy} crosses nothing; pairs are for pairwise", "contradiction", "/pairs")
         if not self.sound("/pairs"):
             return ()
         declared = {item["path"] for _, item in self._declared()}
@@ -243,6 +244,18 @@ class _Reader:
             if set(first) == set(second):
                 self.report("stands twice", "duplicate-pair", f"/pairs/{index}", found=second)
         return tuple((first, second) for first, second in self.config["pairs"])
+
+    def check_ends(self) -> None:
+        """A bisection has two ends: the baseline, and the one value of each intervention."""
+        if self.config.get("strategy") != "bisect":
+            return
+        if self.config.get("interventions") == []:
+            self.report("bisect needs another end: an intervention for each knob that differs", "missing-field",
+                        "/interventions")
+        for index, item in self._declared():
+            if len(item["values"]) > 1:
+                self.report("bisect takes one value of each knob: that of the other end", "contradiction",
+                            f"/interventions/{index}/values", found=len(item["values"]), expected=1)
 
     def check_heads(
         self, baseline: dict[str, Any], interventions: list[tuple[int, Intervention]], resolved: Resolution | None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from libxd import identity
 from libxd.contract import Contract
+from libxd.errors import XdError
 from libxd.resolution import Resolution
 
 SCHEMA_VERSION = "xd.experiment_config.v1"
@@ -77,3 +79,29 @@ class Experiment:
             "scenario": self.scenario,
             **optional,
         }
+
+    def toward(self, other: Experiment, where: str) -> Experiment:
+        """A bisection from this experiment's baseline to the other's: what differs between them, one knob at a time.
+
+        Identity, contract, scenario and operators must be equal. XdError 65 where they are not, or nothing differs;
+        where: the other's file.
+        """
+        for what, ours, theirs in (
+            ("identity", *(identity.pinned(each.resolution.identity) for each in (self, other))),
+            ("contract", self.contract, other.contract),
+            ("scenario", self.scenario, other.scenario),
+            ("operators", self.operators, other.operators),
+        ):
+            if ours != theirs:
+                raise XdError(f"is of another {what}: no knobs alone lead from one to the other", code=f"other-{what}",
+                              where=where, path=f"/{what}", found=theirs, expected=ours)  # fmt: skip
+        ours = self.baseline
+        differing = {path: value for path, value in other.baseline.items() if value != ours[path]}
+        changes = tuple(Intervention(path, (value,), False) for path, value in differing.items())
+        if not changes:
+            raise XdError("has the same baseline", code="one-end", where=where, path="/baseline",
+                          hint="give an experiment whose baseline is the other setting")  # fmt: skip
+        if self.operators and any(change.path == "logp.backend" for change in changes):
+            raise XdError("an explicit operator mapping leaves logp.backend without effect", code="operator-conflict",
+                          where=where, path="/baseline/logp/backend")  # fmt: skip
+        return replace(self, strategy="bisect", interventions=changes, pairs=())

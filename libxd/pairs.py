@@ -59,13 +59,20 @@ def of_attempt(attempt: Attempt) -> Pair:
 
 def of_files(paths: Sequence[str | os.PathLike[str]]) -> Pair:
     """Two score files by themselves, in either order. XdError 2 for another number, 65 or 66 as `of_attempt`."""
+    return _pair(*two_files(paths))
+
+
+def two_files(paths: Sequence[str | os.PathLike[str]]) -> tuple[ScoreFile, ScoreFile]:
+    """The rollout's and the training side's, given in either order; sound each, whatever tokens the other holds."""
     if len(paths) != len(SIDES):
         raise XdError("two score files make a pair", status=Status.USAGE, code="bad-pair", found=len(paths), expected=2)
     found = {file.side: file for file in map(ScoreFile.alone, paths)}
     if len(found) != len(SIDES):
         raise XdError("are both of one side", code="bad-pair", where=" ".join(map(str, paths)), found=next(iter(found)),
                       expected=" and ".join(SIDES))  # fmt: skip
-    return _pair(*(found[side] for side in SIDES))
+    for file in found.values():
+        file.require_sound()
+    return found[SIDES[0]], found[SIDES[1]]
 
 
 def _pair(rollout: ScoreFile, training: ScoreFile, attempt: Attempt | None = None) -> Pair:

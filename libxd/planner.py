@@ -1,13 +1,14 @@
 """Experiment -> plan rows: the baseline and its declared variations, never a Cartesian product.
 
 A plan is all its rows in order: the baseline, its repeats, then the cases. The case digest depends on nothing that a
-run shows; a repeat is the same case once more.
+run shows; a repeat is the same case once more. Of a bisection only the two ends are planned; `subset` makes the rows
+between them, one at a time, as outcomes ask for them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -29,7 +30,14 @@ _REQUESTED = (
 #: the strategy of a row that was never planned: its scores were imported, and its knobs are unknown
 IMPORTED = "imported"
 #: how many knobs a case of a strategy changes
-_CHANGES = {"one_at_a_time": (0, 1), "pairwise": (0, 2), IMPORTED: (0,)}
+_CHANGES = {
+    "one_at_a_time": (0, 1), "pairwise": (0, 2), "bisect": range(len(knobs.CATALOG) + 1), IMPORTED: (0,),
+}  # fmt: skip
+#: what all rows of a plan share
+_SHARED = (
+    "schema_version", "experiment_id", "scenario_id", "scenario", "strategy", "contract", "baseline", "identity",
+    "locations", "strict_fallback", "executable", "missing",
+)  # fmt: skip
 
 
 def rows(
@@ -59,36 +67,61 @@ def rows(
         "executable": not experiment.resolution.missing,
         "missing": experiment.resolution.missing,
     }
-    pinned, scenario = canon.dumps(identity.pinned(shared["identity"])), canon.dumps(_scenario(shared))
+    cases = _Cases(shared, parts)
 
     def case(changes: Sequence[tuple[Intervention, Any]]) -> dict[str, Any]:
-        values = experiment.baseline | {item.path: value for item, value in changes}
-        operators = experiment.operators or _both_sides(values["logp.backend"])
+        changed = [{"path": of.path, "value": to, "allow_fallback": of.allow_fallback} for of, to in changes]
+        return cases.row(changed, experiment.operators)
+
+    baseline = case(())
+    again = [
+        cases.requesting(baseline | {"repeat": number, "submission": submission}) for number in range(1, repeats + 1)
+    ]
+    return [baseline, *again, *(case(changes) for changes in _variations(experiment))]
+
+
+def subset(far: Mapping[str, Any], paths: Collection[str], repeat: int = 0) -> dict[str, Any]:
+    """The row of a bisection that makes those of the changes of its far end, in their order, and no other.
+
+    far: the row of strategy "bisect" that makes them all.
+    """
+    changed = [change for change in far["intervention"] if change["path"] in paths]
+    bound_by_knob = any(change["path"] == "logp.backend" for change in far["intervention"])
+    cases = _Cases({name: far[name] for name in _SHARED}, Parts())
+    row = cases.row(changed, None if bound_by_knob else far["operators"])
+    return cases.requesting(row | {"repeat": repeat})
+
+
+class _Cases:
+    """Rows that differ in what they change, and share all else."""
+
+    def __init__(self, shared: dict[str, Any], parts: Parts) -> None:
+        self._shared, self._parts = shared, parts
+        self._pinned = canon.dumps(identity.pinned(shared["identity"]))
+        self._scenario = canon.dumps(_scenario(shared))
+
+    def row(self, changes: list[dict[str, Any]], operators: dict[str, Any] | None) -> dict[str, Any]:
+        """The case that makes these changes. operators: an explicit mapping; None: logp.backend binds both sides."""
+        values = self._shared["baseline"] | {change["path"]: change["value"] for change in changes}
+        operators = operators or _both_sides(values["logp.backend"])
         digest = canon.digest_bytes(canon.join({
-            "identity": pinned, "scenario": scenario, "contract": parts.of(shared["contract"]),
-            "values": parts.of(values), "operators": parts.of(operators)}))  # fmt: skip
-        return requesting(shared | {
+            "identity": self._pinned, "scenario": self._scenario, "contract": self._parts.of(self._shared["contract"]),
+            "values": self._parts.of(values), "operators": self._parts.of(operators)}))  # fmt: skip
+        return self.requesting(self._shared | {
             "case_id": f"c-{digest[:16]}",
             "case_digest": digest,
             "repeat": 0,
             "submission": "canonical",
-            "intervention": [
-                {"path": item.path, "value": value, "allow_fallback": item.allow_fallback} for item, value in changes
-            ],
+            "intervention": changes,
             "values": values,
             "operators": operators,
-            "derived": topology.derived(values, shared["identity"]["model"]),
+            "derived": topology.derived(values, self._shared["identity"]["model"]),
         })
 
-    def requesting(row: dict[str, Any]) -> dict[str, Any]:
-        whole = canon.join({name: parts.of(row[name]) for name in _REQUESTED})
+    def requesting(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row with the digest of its request."""
+        whole = canon.join({name: self._parts.of(row[name]) for name in _REQUESTED})
         return row | {"request_digest": canon.digest_bytes(whole)}
-
-    baseline = case(())
-    again = [
-        requesting(baseline | {"repeat": number, "submission": submission}) for number in range(1, repeats + 1)
-    ]
-    return [baseline, *again, *(case(changes) for changes in _variations(experiment))]
 
 
 def _variations(experiment: Experiment) -> Iterator[tuple[tuple[Intervention, Any], ...]]:
@@ -96,6 +129,9 @@ def _variations(experiment: Experiment) -> Iterator[tuple[tuple[Intervention, An
     if experiment.strategy == "one_at_a_time":
         for item in experiment.interventions:
             yield from (((item, value),) for value in item.values)
+        return
+    if experiment.strategy == "bisect":
+        yield tuple((item, value) for item in experiment.interventions for value in item.values)
         return
     by_path = {item.path: item for item in experiment.interventions}
     for first, second in ((by_path[a], by_path[b]) for a, b in experiment.pairs):
@@ -202,7 +238,8 @@ def _contradictions(row: dict[str, Any], where: str) -> Iterator[XdError]:
         what = "is not the baseline's as the case changes it"
         yield from differs(f"/values/{knob}", row["values"][knob], value, what)
     number = len(row["intervention"])
-    if number != len(changes) or number not in _CHANGES[row["strategy"]] or (number and row["repeat"]):
+    again = number and row["repeat"] and row["strategy"] != "bisect"  # only there is more than a baseline repeated
+    if number != len(changes) or number not in _CHANGES[row["strategy"]] or again:
         yield from differs("/intervention", [change["path"] for change in row["intervention"]], [])
     dtype = looser(*(row["baseline"][knob] for knob in knobs.DTYPE_OF_SIDE.values()))
     yield from differs("/contract/dtype", row["contract"]["dtype"], dtype)

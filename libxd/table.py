@@ -59,10 +59,9 @@ class Row:
         """What the case changes against the baseline; of an imported attempt, its name."""
         if self.is_imported:
             return plain(self.requested["scenario_id"])
-        if not self.is_baseline:
-            return ", ".join(map(_change, self.requested["intervention"]))
         repeat, submission = self.requested["repeat"], self.requested["submission"]
-        name = "baseline" if not repeat else f"baseline repeat {repeat}"
+        name = ", ".join(map(_change, self.requested["intervention"])) or "baseline"
+        name = name if not repeat else f"{name} repeat {repeat}"
         return name if submission == "canonical" else f"{name} ({submission})"
 
     @property

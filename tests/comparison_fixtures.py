@@ -40,16 +40,33 @@ def scored(
     rollout_environment: what of the rollout side's environment is another than the fixtures'; pinned: what of parts of
     the identity is.
     """
-    tokens = rollout.size
-    arrays = {
+    arrays = arrays_of(rollout.size, active, lengths)
+    row = request(arrays, change, repeat, source, dtype, strict)
+    for part, changed in (pinned or {}).items():
+        row["identity"][part] |= changed
+    return scored_row(root, materialize_fixtures.signed(row), arrays, rollout, training, rollout_environment)
+
+
+def arrays_of(
+    tokens: int, active: np.ndarray | None = None, lengths: tuple[int, ...] | None = None
+) -> dict[str, np.ndarray]:
+    """Frozen tokens: all active and of one sequence, by default."""
+    return {
         "token_ids": np.arange(tokens, dtype=np.int32) % 97,
         "active_mask": np.ones(tokens, bool) if active is None else active,
         "cu_seqlens": np.cumsum((0, *(lengths or (tokens,))), dtype=np.int64),
     }
-    row = _row(arrays, change, repeat, source, dtype, strict)
-    for part, changed in (pinned or {}).items():
-        row["identity"][part] |= changed
-    materialize_fixtures.signed(row)
+
+
+def scored_row(
+    root: Path,
+    row: dict[str, Any],
+    arrays: dict[str, np.ndarray],
+    rollout: np.ndarray,
+    training: np.ndarray,
+    rollout_environment: dict[str, Any] | None = None,
+) -> Attempt:
+    """A new attempt at `row`, whose identity is of these arrays."""
     environments = materialize_fixtures.environments(**(rollout_environment or {}))
     materialized = materialize.materialized(row, materialize_fixtures.policy(), environments)
     attempt = RunDirectory(root, row["experiment_id"]).new_attempt(row["case_id"])
@@ -65,7 +82,7 @@ def scored(
 def refused(root: Path, change: tuple[str, Any], reason: str) -> Attempt:
     """An attempt that was refused when it was materialised."""
     arrays = {"token_ids": np.zeros(2, np.int32), "active_mask": np.ones(2, bool), "cu_seqlens": np.array([0, 2])}
-    row = _row(arrays, change, 0, "ws1", "float32", True)
+    row = request(arrays, change, 0, "ws1", "float32", True)
     runtime = materialize_fixtures.FakeRuntime(
         answers={change[0]: {"status": "unsupported", "materialized": None, "evidence": reason}}
     )
@@ -152,9 +169,10 @@ def snapshot(attempt: Attempt) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(attempt.path.iterdir())}
 
 
-def _row(
+def request(
     arrays: dict[str, np.ndarray], change: tuple[str, Any] | None, repeat: int, source: str, dtype: str, strict: bool
 ) -> dict[str, Any]:
+    """A row whose identity is of these arrays, judged by the contract's threshold for a dtype."""
     row = materialize_fixtures.row(change, repeat=repeat, strict=strict)
     if not change:
         row["values"] |= {"rollout.dtype": dtype, "training.compute_dtype": dtype}

@@ -125,6 +125,34 @@ config["pairs"] = [["rollout.dtype", "training.compute_dtype"]]'
     [[ "$output" == *"| xd-ladder;"* ]]
 }
 
+@test "make bisect: one dtype breaks it, both repaired make it good; once more, nothing is scored" {
+    small halves 'config["strategy"] = "bisect"; config["interventions"] = [
+    {"path": path, "values": ["bfloat16"]} for path in ("rollout.dtype", "training.compute_dtype")]'
+    question="BISECT=--by mean --above 1e-3 --repeats 0"
+    run -0 small_make halves "$question" bisect
+    [[ "$output" == *"Breaking the good setting: 1 knob makes it bad."*"rollout.dtype: float32 -> bfloat16"* ]]
+    [[ "$output" == *"Repairing the bad setting: 2 knobs together make it good."* ]]
+    [ "$(find "$place/runs" -name COMPLETE | wc -l)" = 4 ]
+    run -0 --separate-stderr small_make halves "$question" bisect
+    [[ "$output" == *"2 knobs together"* && "$stderr" == *"nothing to score: 4 cases tested"* ]]
+    [ "$(find "$place/runs" -name COMPLETE | wc -l)" = 4 ]
+
+    # the loop as a shell has it, over the same attempts: it ends, with the answer "no"
+    cd "$place" || return 1
+    asked=(halves/plan.jsonl --runs . --by mean --above 1e-3 --repeats 0 "${smoke[@]}")
+    cd runs || return 1
+    set -o pipefail
+    while xd-bisect -q --next "${asked[@]}" | chain .; do false; done
+    run -1 xd-bisect -q --next "${asked[@]}"
+    [ -z "$output" ]
+    # another question of the same attempts, answered by no more of them
+    run -0 xd-bisect -q --exit-code halves/plan.jsonl --runs . --by max --above 1e-3 --repeats 0
+    [[ "$output" == *"2 knobs together"* ]]
+
+    run -2 --separate-stderr small_make halves BISECT="--by mean" bisect # a question that makes none is no end of a loop
+    [[ "$stderr" == *"--above"* ]]
+}
+
 @test "a half-made environment is made again, a whole one is not" {
     half=$place/half
     mkdir -p "$half/bin"

@@ -8,14 +8,14 @@ import subprocess
 import sys
 
 import pytest
-from planning_fixtures import checkpoint_directory, experiment_config, put
+from planning_fixtures import checkpoint_directory, experiment_config, parse, put
 
 from libxd import planner, schema
 from libxd.errors import Status
 
 SHIPPED = {
     "s1": 9, "ladder": 5, "s2": 11, "s2-cuda": 12, "s3": 3, "s3-eager": 4, "smollm2": 14, "smollm2-fp32": 12,
-    "smollm2-cuda": 17,
+    "smollm2-cuda": 17, "s0-bisect": 2, "smollm2-bisect": 2,
 }  # fmt: skip
 
 
@@ -141,6 +141,40 @@ def test_257_cases_are_refused_and_256_are_not(plan):
     assert len(plan(experiment_config(), "-q", "--repeats", 300).out.splitlines()) == 304  # repeats are no cases
 
 
+def test_toward_another_baseline(plan, tmp_path):
+    """A plan of two ends, whatever else the two configs declare."""
+    other = experiment_config(experiment_id="other", interventions=[])
+    put(other, "/baseline/rollout/dtype", "float32")
+    put(other, "/baseline/batch/size", 1)
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    ran = plan(experiment_config(), "-q", "--toward", "other.json", "--runs", "runs")
+    near, far = (planner.read_row(line, "x") for line in ran.out.splitlines())
+    assert (near["strategy"], near["experiment_id"], near["intervention"]) == ("bisect", "trial", [])
+    assert [(change["path"], change["value"]) for change in far["intervention"]] == [
+        ("batch.size", 1), ("rollout.dtype", "float32")]  # fmt: skip
+    alone = json.loads(plan(experiment_config(), "-q").out.splitlines()[0])
+    assert near["case_id"] == alone["case_id"]  # what answered it in another plan does here, too
+    published = json.loads((tmp_path / "runs" / "trial" / "experiment.json").read_text())
+    assert published["strategy"] == "bisect"
+    assert planner.rows(parse(published))[1]["case_id"] == far["case_id"]
+
+
+@pytest.mark.parametrize(
+    ("pointer", "item", "what"),
+    [
+        ("/identity/semantics/temperature", 0.5, "another identity"),
+        ("/contract_source", "bitwise", "another contract"),
+        ("/scenario/device", "cuda", "another scenario"),
+        ("/operators", {"selected_logprob": {"rollout": "native", "training": "native"}}, "another operators"),
+        ("/experiment_id", "other", "the same baseline"),
+    ],
+)
+def test_no_knobs_lead_to_another_identity(plan, tmp_path, pointer, item, what):
+    (tmp_path / "other.json").write_text(json.dumps(put(experiment_config(), pointer, item)))
+    (line,) = refused(plan(experiment_config(), "-q", "--toward", "other.json"))
+    assert what in line and "other.json" in line
+
+
 def test_no_flag_sets_a_threshold(plan):
     for flag in ("--threshold", "--atol", "--rtol", "--tolerance"):
         refused(plan(experiment_config(), flag, "1"), Status.USAGE)
@@ -208,7 +242,8 @@ def test_s3_is_the_contracts_example(root):
     ]
 
 
-@pytest.mark.parametrize("name", ["s2", "s2-cuda", "smollm2", "smollm2-fp32", "smollm2-cuda"])
+@pytest.mark.parametrize("name", ["s2", "s2-cuda", "smollm2", "smollm2-fp32", "smollm2-cuda", "s0-bisect",
+                                  "smollm2-bisect"])
 def test_an_experiment_turns_all_ten_knobs(root, name):
     config = json.loads((root / "experiments" / f"{name}.json").read_text())
     catalog = schema.load("common")["$defs"]["knob_path"]["enum"]

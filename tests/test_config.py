@@ -186,6 +186,19 @@ def test_the_cap_of_pairs_counts_products():
     parse(value)
 
 
+def test_a_bisection_has_two_ends():
+    """The baseline, and one value of each knob that differs."""
+    one = [{"path": "batch.size", "values": [1]}, {"path": "rollout.dtype", "values": ["fp32"]}]
+    assert [item.values for item in parse(experiment_config(strategy="bisect", interventions=one)).interventions] == [
+        (1,), ("float32",)]  # fmt: skip
+    two = [{"path": "batch.size", "values": [1, 2]}]
+    assert issues(experiment_config(strategy="bisect", interventions=two)) == {
+        ("contradiction", "/interventions/0/values")}  # fmt: skip
+    assert issues(experiment_config(strategy="bisect", interventions=[])) == {("missing-field", "/interventions")}
+    crossed = experiment_config(strategy="bisect", interventions=one, pairs=[["batch.size", "rollout.dtype"]])
+    assert issues(crossed) == {("contradiction", "/pairs")}
+
+
 @pytest.mark.parametrize(
     ("pairs", "code", "path"),
     [

@@ -154,7 +154,7 @@ def test_the_rooms_of_the_design_are_those_of_the_code():
     named = set(re.findall(r"\b(\w+)\.py\b", tree))
     modules = {path for path in (ROOT / "libxd").rglob("*.py") if not path.name.startswith("__")}
     modules |= set((ROOT / "kernels").rglob("[a-z]*.py"))
-    inside = {"cmd", "cpu_smoke", "formats", "hf", "server", "vllm"}  # folders that the page names as a whole
+    inside = {"cmd", "cpu_smoke", "doctor", "formats", "hf", "server", "vllm"}  # folders that the page names as a whole
     assert {path.stem for path in modules if path.parent.name not in inside} == named
     folders = {path.name for path in (ROOT / "libxd").rglob("*") if (path / "__init__.py").exists()}
     assert {folder for folder in folders if f"{folder}/" not in tree} == set()

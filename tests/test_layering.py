@@ -198,7 +198,9 @@ def test_the_rules_can_fail(tmp_path):
     assert imports(bad, when_loaded=True) == {"triton", "torch"}
 
 
-@pytest.mark.parametrize("tool", [*TORCH_FREE_TOOLS, "rollout", "materialize", "score", "impact", "import"])
+@pytest.mark.parametrize(
+    "tool", [*TORCH_FREE_TOOLS, "rollout", "materialize", "score", "impact", "import", "doctor"]
+)
 def test_no_tool_loads_torch_to_start(tool):
     assert really_loaded(f"libxd.cmd.{tool}") & HEAVY == set()
 

@@ -51,6 +51,32 @@ def test_pairwise_crosses_listed_pairs_only():
     ]  # fmt: skip
 
 
+def test_a_bisection_is_its_two_ends_and_any_subset_between_is_a_row_of_it():
+    items = [{"path": "batch.size", "values": [1]}, {"path": "rollout.dtype", "values": ["fp32"]},
+             {"path": "logp.backend", "values": ["xd.triton_logp"]}]  # fmt: skip
+    near, far = rows(experiment_config(strategy="bisect", interventions=items))
+    assert (changes(near), changes(far)) == ([], [("batch.size", 1), ("rollout.dtype", "float32"),
+                                                  ("logp.backend", "xd.triton_logp")])  # fmt: skip
+    assert planner.subset(far, []) == near
+    between = planner.subset(far, ["logp.backend", "batch.size"])
+    assert changes(between) == [("batch.size", 1), ("logp.backend", "xd.triton_logp")]
+    assert planner.read_row(canon.dumps(between), "x") == between
+    again = planner.read_row(canon.dumps(planner.subset(far, ["batch.size"], 1)), "x")
+    assert (again["repeat"], again["case_id"]) == (1, planner.subset(far, ["batch.size"])["case_id"])
+    for row, strategy in ((between, "one_at_a_time"), (far, "pairwise"), (again, "one_at_a_time")):
+        forgery = copy.deepcopy(row) | {"strategy": strategy}
+        rehash(forgery)
+        with pytest.raises(XdErrors):
+            planner.read_row(canon.dumps(forgery), "x")
+
+
+def test_the_ruler_of_a_bisection_is_its_baselines_all_along():
+    items = [{"path": path, "values": ["float32"]} for path in ("rollout.dtype", "training.compute_dtype")]
+    near, far = rows(experiment_config(strategy="bisect", interventions=items))
+    assert near["contract"] == far["contract"] == planner.subset(far, ["rollout.dtype"])["contract"]
+    assert near["contract"]["dtype"] == "bfloat16"
+
+
 def test_no_intervention_is_the_baseline_alone():
     assert len(rows(experiment_config(interventions=[]))) == 1
 

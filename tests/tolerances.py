@@ -71,3 +71,6 @@ NEAR_POLICIES_RELATIVE = 1e-2
 WHITENED_RELATIVE = 1e-6
 #: central differences of step 1e-6 of a loss of magnitude one in float64: its rounding over the step
 FINITE_DIFFERENCE = 1e-8
+
+#: the temperature that fits 320 bfloat16 logprobs of a 135M model, relative; seen: 0.006
+DOCTOR_TEMPERATURE_RELATIVE = 0.02

@@ -14,7 +14,10 @@ import sys
 from functools import partial
 from typing import NoReturn
 
-TOOLS = ("rollout", "plan", "resume", "materialize", "score", "compare", "seal", "ladder", "impact", "import", "report")
+TOOLS = (
+    "rollout", "plan", "resume", "materialize", "score", "compare", "seal", "ladder", "impact", "import", "doctor",
+    "bisect", "report",
+)  # fmt: skip
 
 
 def run(tool: str) -> NoReturn:

@@ -26,13 +26,19 @@ xd-plan experiments/smollm2.json --runs runs --repeats 3
               help="Score the baseline this many times more, for the noise floor.")
 @click.option("--repeat-order", type=click.Choice(["canonical", "rotated"]), default="canonical", show_default=True,
               help="Order in which the repeats submit their samples; files stay in canonical order.")
-def cli(console: Console, experiment: Path, runs: Path | None, repeats: int, repeat_order: str) -> None:
+@click.option("--toward", type=console.PATH, metavar="CONFIG",
+              help="Plan a bisection instead: from the baseline to that of this config, for xd-bisect.")
+def cli(
+    console: Console, experiment: Path, runs: Path | None, repeats: int, repeat_order: str, toward: Path | None
+) -> None:
     """Print one plan row a case: the baseline, its repeats, then the cases that CONFIG declares.
 
     All that is wrong with CONFIG is said at once. What CONFIG names and is not at hand (a checkpoint, a tokenizer,
     sequences) stays null, and the rows say that they cannot be run.
     """
     loaded = config.load(experiment)
+    if toward is not None:
+        loaded = loaded.toward(config.load(toward), str(toward))
     for reason in loaded.resolution.missing:
         console.info(f"{experiment}: not executable here: {reason}")
     parts = planner.Parts()

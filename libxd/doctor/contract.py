@@ -1,0 +1,46 @@
+"""The contract: what the attempt's own verdict found before any number was looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from libxd.doctor.evidence import Evidence
+from libxd.doctor.finding import FACT, Finding, Rule
+
+RULE = Rule(
+    "contract",
+    ("identity", "artifact"),
+    "The attempt's comparison.json is INVALID_IDENTITY or INVALID_ARTIFACT: its entries, as they stand, but for what "
+    "was not shown and is pinned nowhere; that is listed under what was not looked at.",
+    "None: what the engines showed.",
+)
+_SHOWN = 5
+#: codes of `judge.violations` for what was neither seen nor given
+_NOT_SHOWN = ("unobservable", "unpinned")
+
+
+def examine(evidence: Evidence) -> Finding | None:
+    violations, problems = _judged(evidence)
+    lines = [f"{each['side']}: {each['code']} at {each['path']}: {each['observed']} instead of {each['expected']}"
+             for each in violations if each["code"] not in _NOT_SHOWN]  # fmt: skip
+    cause = "identity" if lines else "artifact"
+    lines += [f"{each['side']}: {each['code']}: {each['detail']}" for each in problems]
+    if not lines:
+        return None
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return Finding(cause, FACT, "the engines did not score what the case says", lines[:_SHOWN] + more,
+                   ["mend this first: numbers of other tokens, weights or states say nothing"])  # fmt: skip
+
+
+def not_shown(evidence: Evidence) -> str | None:
+    """What the verdict could not rest on, for nobody saw it; None where there is nothing."""
+    places = {each["path"].rpartition("/")[2] for each in _judged(evidence)[0] if each["code"] in _NOT_SHOWN}
+    return f"was not shown: {', '.join(sorted(places))}" if places else None
+
+
+def _judged(evidence: Evidence) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """violations and artifact_problems of comparison.json."""
+    if evidence.attempt is None or not evidence.attempt.has("comparison.json"):
+        return [], []
+    said = evidence.attempt.comparison()
+    return said["violations"], said["artifact_problems"]

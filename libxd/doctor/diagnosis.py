@@ -1,0 +1,165 @@
+"""A diagnosis: is it a bug or rounding, which causes come into question, and what could not be looked at.
+
+Of one pair (an attempt, or two score files), or of several attempts together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from libxd import ladder, roundoff
+from libxd.doctor import repeats, series
+from libxd.doctor.evidence import Evidence
+from libxd.doctor.finding import SHAPE, Finding, Rule
+from libxd.doctor.registry import DETECTORS, examined
+from libxd.errors import Status, XdError
+from libxd.ladder import Ladder, Rung
+
+SCHEMA_VERSION = "xd.diagnosis.v1"
+#: causes that say nothing of the numbers themselves
+_OF_A_REPORT = ("aggregate",)
+#: what is shown of a rule
+RULES: tuple[Rule, ...] = (*(rule for rule, _ in DETECTORS), repeats.RULE, series.RULE)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To "bug or rounding?". answer: "nothing" where no number differs. by: what it rests on."""
+
+    answer: str
+    why: str
+    by: str
+    next: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """subject: the operands it is of. figures: of the active tokens that are compared, nats; None without any."""
+
+    subject: list[str]
+    dtypes: dict[str, str | None] | None
+    tokens: int
+    sequences: int
+    figures: dict[str, float] | None
+    answer: Answer | None
+    findings: list[Finding]
+    silent: dict[str, str]
+
+    def as_json(self) -> dict[str, Any]:
+        """A line of `xd-doctor --json`."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "subject": self.subject,
+            "dtypes": self.dtypes,
+            "tokens": self.tokens,
+            "sequences": self.sequences,
+            "figures": self.figures,
+            "answer": self.answer and self.answer.as_json(),
+            "findings": [finding.as_json() for finding in self.findings],
+            "silent": self.silent,
+        }
+
+
+def of_pair(evidence: Evidence, climbed: Ladder | None = None) -> Diagnosis:
+    """climbed: a ladder that the attempt is a rung of."""
+    found = examined(evidence)
+    subject = [str(evidence.attempt)] if evidence.attempt else [str(file.path) for file in evidence.files]
+    return Diagnosis(
+        subject, evidence.dtypes, evidence.count, int(evidence.sequences.size), _figures(evidence),
+        _answer(evidence, found.findings, climbed), found.findings, found.silent,
+    )  # fmt: skip
+
+
+def together(evidences: Sequence[Evidence], in_order: bool) -> Diagnosis | None:
+    """What several attempts show beside one another; in_order: they are steps. None where they show nothing."""
+    findings = [*repeats.examine(evidences), *(series.examine(evidences) if in_order else [])]
+    if not findings:
+        return None
+    findings.sort(key=lambda finding: -finding.likelihood)
+    return Diagnosis([str(each.attempt) for each in evidences], None, sum(each.count for each in evidences),
+                     sum(int(each.sequences.size) for each in evidences), None, None, findings, {})  # fmt: skip
+
+
+def rung(evidence: Evidence) -> Rung | None:
+    """An attempt as a rung; None for what was not judged, or does not say its dtypes. XdError for damaged records."""
+    attempt = evidence.attempt
+    known = all(dtype in roundoff.UNIT_ROUNDOFF for dtype in evidence.dtypes.values())
+    return ladder.read(attempt) if attempt is not None and known and attempt.has("comparison.json") else None
+
+
+def climbed(rungs: Iterable[Rung]) -> dict[str, Ladder]:
+    """Attempt -> the ladder of two precisions or more that it is a rung of."""
+    found = {}
+    for each in ladder.ladders(rungs):
+        if len({one.unit_roundoff for one in each.rungs}) > 1:
+            found |= {str(one.attempt): each for one in each.rungs}
+    return found
+
+
+def _figures(evidence: Evidence) -> dict[str, float] | None:
+    if not evidence.count:
+        return None
+    d = evidence.magnitude
+    p50, p99 = np.quantile(d, [0.5, 0.99], method="inverted_cdf")
+    return {
+        "mean_signed": float(evidence.d.mean()), "mean_absolute": float(d.mean()), "p50_absolute": float(p50),
+        "p99_absolute": float(p99), "max_absolute": float(d.max()),
+    }  # fmt: skip
+
+
+def _answer(evidence: Evidence, findings: list[Finding], climbed: Ladder | None) -> Answer:
+    if climbed is not None and climbed.judgement.answer != "undecided":
+        judged = climbed.judgement
+        return Answer(judged.answer, f"{judged.why}, on a ladder of {len(climbed.rungs)} rungs", "ladder", [])
+    telling = [finding for finding in findings if finding.likelihood >= SHAPE and finding.cause not in _OF_A_REPORT]
+    if telling:
+        return Answer("bug", f"by what was found: {telling[0].summary}", "findings", [])
+    if findings and findings[0].cause == "more-than-rounding":
+        return Answer("bug", findings[0].summary, "findings", [])
+    if not evidence.count:
+        return Answer("undecided", "nothing is compared", "nothing", [])
+    if not evidence.magnitude.any():
+        return Answer("nothing", "every logprob is the other side's bit for bit", "tokens", [])
+    if climbed is not None:
+        return Answer("undecided", climbed.judgement.why, "ladder", _runs(evidence))
+    return Answer("undecided", _too_few_precisions(evidence), "nothing", _runs(evidence))
+
+
+def _too_few_precisions(evidence: Evidence) -> str:
+    dtypes = set(evidence.dtypes.values())
+    mean = float(evidence.magnitude.mean())
+    if dtypes == {"float32"}:
+        usual = roundoff.LIMIT * roundoff.LEAST_FACTOR["mean"] * roundoff.UNIT_ROUNDOFF["float32"]
+        beside = "no more than" if mean <= usual else "more than"
+        return (f"one precision alone, float32; mean {mean:.2g} is {beside} the {usual:.2g} that a 135M model's "
+                "rounding leaves")  # fmt: skip
+    return "one precision alone: rounding shrinks with the dtype's roundoff, a mistake stays"
+
+
+def _runs(evidence: Evidence) -> list[str]:
+    """Which run would decide."""
+    missing = "bfloat16" if set(evidence.dtypes.values()) == {"float32"} else "float32"
+    same = f"score the same tokens with both sides in {missing}"
+    requested = evidence.attempt.requested() if evidence.attempt is not None else None
+    if requested is None or requested["strategy"] == "imported":
+        return [f"{same}, too, and look at that pair: its rounding is thousands of times another, a mistake as large"]
+    experiment = requested["experiment_id"]
+    return [
+        f"{same}: add it to {experiment}.json as experiments/ladder.json does (rollout.dtype and "
+        "training.compute_dtype, as a pair), then",
+        f"make run EXP={experiment} && xd-doctor runs/{experiment}/cases/*/a*",
+    ]
+
+
+def require_several(evidences: Sequence[Evidence]) -> None:
+    """XdError 2 when a series has fewer than two steps."""
+    if len(evidences) < 2:
+        raise XdError("a series has two attempts or more", status=Status.USAGE, code="bad-series",
+                      found=len(evidences))  # fmt: skip

@@ -1,0 +1,236 @@
+"""What detectors look at: a pair's active tokens laid side by side, and what else is at hand.
+
+A of the T tokens are looked at, of S sequences that have one. Numbers are float64 here; the files' are float32.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from libxd.diagnostics import locate
+from libxd.doctor.rescoring import Rescored
+from libxd.doctor.vocabulary import Vocabulary
+from libxd.pairs import Pair
+from libxd.rundir import SIDES, Attempt
+from libxd.scores import ScoreFile
+from libxd.sequences import Sequences
+
+#: of more active tokens than this, statistics are of whole sequences that lie evenly; facts are of all
+MOST_TOKENS = 1 << 18
+_STRATA, _LEAST_A_STRATUM = 10, 16
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is at hand beside the two score files.
+
+    reported: name -> value of an aggregate that somebody reports. model: a checkpoint directory to name in commands.
+    """
+
+    sequences: Sequences | None = None
+    vocabulary: Vocabulary | None = None
+    rescored: Rescored | None = None
+    reported: Mapping[str, float] = field(default_factory=dict)
+    model: str | None = None
+
+    def has(self, name: str) -> bool:
+        return bool(getattr(self, name))
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Two score files, side by side where they can be.
+
+    A token is looked at when both files call it active, hold the same id for it, and a finite logprob.
+    """
+
+    rollout: ScoreFile
+    training: ScoreFile
+    attempt: Attempt | None = None
+    known: Known = field(default_factory=Known)
+
+    @classmethod
+    def of_pair(cls, pair: Pair, known: Known | None = None) -> Evidence:
+        return cls(pair.rollout, pair.training, pair.attempt, known or Known())
+
+    def with_known(self, known: Known) -> Evidence:
+        """The same, with more at hand."""
+        return replace(self, known=known)
+
+    # -- the files
+
+    @property
+    def files(self) -> tuple[ScoreFile, ScoreFile]:
+        return self.rollout, self.training
+
+    @cached_property
+    def side_by_side(self) -> bool:
+        """Whether index i of both files is the same place of the same sequence."""
+        return self.rollout.tokens == self.training.tokens and np.array_equal(
+            self.rollout.cu_seqlens, self.training.cu_seqlens
+        )
+
+    @cached_property
+    def both_active(self) -> np.ndarray:
+        """bool [T]."""
+        return self.rollout.active_mask & self.training.active_mask
+
+    @property
+    def cu_seqlens(self) -> np.ndarray:
+        """int64 [B+1], the rollout side's."""
+        return self.rollout.cu_seqlens
+
+    def place(self, index: int) -> str:
+        """A flat index as a person reads it: sequence, position, id."""
+        sequence, position = locate(int(index), self.cu_seqlens)
+        return f"sequence {sequence}, position {position} (id {int(self.rollout.token_ids[index])})"
+
+    def command(self, *options: str) -> str:
+        """xd-doctor once more, with these options."""
+        operands = [str(self.attempt)] if self.attempt else [str(file.path) for file in self.files]
+        return " ".join(["xd-doctor", *options, *map(shlex.quote, operands)])
+
+    @property
+    def rescoring(self) -> str:
+        """The command that looks at logits, too."""
+        return self.command("--rescore", shlex.quote(self.known.model or "MODEL"))
+
+    # -- what is looked at
+
+    @cached_property
+    def cells(self) -> np.ndarray:
+        """Flat indices, in order: int64 [A]."""
+        if not self.side_by_side:
+            return np.zeros(0, np.int64)
+        usable = self.both_active & (self.rollout.token_ids == self.training.token_ids)
+        for file in self.files:
+            usable &= np.isfinite(file.logprobs)
+        cells = np.flatnonzero(usable)
+        if cells.size <= MOST_TOKENS:
+            return cells
+        of = self._sequence_of(cells)
+        keep_every = -(-cells.size // MOST_TOKENS)
+        return cells[of % keep_every == 0] if self.cu_seqlens.size > keep_every + 1 else cells[:MOST_TOKENS]
+
+    def _sequence_of(self, cells: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.cu_seqlens, cells, side="right") - 1
+
+    @property
+    def count(self) -> int:
+        return self.cells.size
+
+    @cached_property
+    def r(self) -> np.ndarray:
+        """The rollout side's logprobs: float64 [A]."""
+        return self.rollout.logprobs[self.cells].astype(np.float64)
+
+    @cached_property
+    def t(self) -> np.ndarray:
+        """The training side's: float64 [A]."""
+        return self.training.logprobs[self.cells].astype(np.float64)
+
+    def of_side(self, side: str) -> np.ndarray:
+        return self.r if side == SIDES[0] else self.t
+
+    @cached_property
+    def d(self) -> np.ndarray:
+        """training - rollout: float64 [A]."""
+        return self.t - self.r
+
+    @cached_property
+    def magnitude(self) -> np.ndarray:
+        return np.abs(self.d)
+
+    @cached_property
+    def sequence(self) -> np.ndarray:
+        """Which sequence each is of: int [A]."""
+        return self._sequence_of(self.cells)
+
+    @cached_property
+    def sequences(self) -> np.ndarray:
+        """Those that have a token: int [S]."""
+        return np.unique(self.sequence)
+
+    @cached_property
+    def index(self) -> np.ndarray:
+        """`sequence`, counted over those that have a token: int [A] in 0 .. S-1."""
+        return np.searchsorted(self.sequences, self.sequence)
+
+    @cached_property
+    def position(self) -> np.ndarray:
+        """In its sequence: int [A]."""
+        return self.cells - self.cu_seqlens[self.sequence]
+
+    @cached_property
+    def parts(self) -> list[slice]:
+        """Of each of the S sequences, its places in [A]."""
+        edges = np.searchsorted(self.index, np.arange(self.sequences.size + 1))
+        return [slice(int(a), int(b)) for a, b in pairwise(edges)]
+
+    @cached_property
+    def prompt(self) -> np.ndarray:
+        """Which prompt each of the S sequences answers: int [S].
+
+        As the sequences file says; else sequences whose ids before the first active token are the same.
+        """
+        if self.known.sequences is not None:
+            return self.known.sequences.prompt_index[self.sequences].astype(np.int64)
+        firsts = self.cells[np.searchsorted(self.sequence, self.sequences)]
+        ids = self.rollout.token_ids
+        known: dict[bytes, int] = {}
+        before = (ids[self.cu_seqlens[s] : first].tobytes() for s, first in zip(self.sequences, firsts, strict=True))
+        return np.array([known.setdefault(prompt, len(known)) for prompt in before], np.int64)
+
+    @cached_property
+    def rank(self) -> np.ndarray:
+        """|d| by its rank among tokens of about the same logprob, in (0, 1): float64 [A].
+
+        A token's rounding depends on how likely it is; what is left of it here does not.
+        """
+        ranks = np.empty(self.count)
+        for part in self._strata:
+            order = np.argsort(np.argsort(self.magnitude[part], kind="stable"), kind="stable")
+            ranks[part] = (order + 0.5) / part.size
+        return ranks
+
+    @cached_property
+    def ratio(self) -> np.ndarray:
+        """|d| over the median |d| of tokens of about the same logprob: float64 [A]; 0 where all are equal."""
+        ratios = np.zeros(self.count)
+        for part in self._strata:
+            middle = np.median(self.magnitude[part])
+            if not middle:
+                middle = np.mean(self.magnitude[part])
+            if middle:
+                ratios[part] = self.magnitude[part] / middle
+        return ratios
+
+    @cached_property
+    def _strata(self) -> list[np.ndarray]:
+        order = np.argsort(self.r + self.t, kind="stable")
+        return np.array_split(order, max(1, min(_STRATA, order.size // _LEAST_A_STRATUM)))
+
+    @cached_property
+    def dtypes(self) -> dict[str, str | None]:
+        """What each side's parameters are said to be."""
+        return {file.side: file.metadata["dtypes"]["parameters"] for file in self.files}
+
+    @cached_property
+    def semantics(self) -> dict[str, dict[str, Any] | None]:
+        return {file.side: file.metadata["semantics"] for file in self.files}
+
+    @cached_property
+    def rescored_index(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of tokens that were rescored and are looked at: their places in [A], and in `rescored`."""
+        rescored = self.known.rescored
+        assert rescored is not None
+        _, ours, theirs = np.intersect1d(self.cells, rescored.cells, assume_unique=True, return_indices=True)
+        return ours, theirs
+

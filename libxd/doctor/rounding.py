@@ -1,0 +1,27 @@
+"""What rounding alone may make of a pair, by what its sides computed in: the limits that `roundoff` gives a ladder.
+
+A 135M model's factors stand behind them (docs/ladder.md). Where a dtype is unknown the limits are float32's: then a
+detector rests on its other conditions.
+"""
+
+from __future__ import annotations
+
+from libxd import roundoff
+from libxd.doctor.evidence import Evidence
+
+_FINEST = "float32"
+
+
+def coarser_dtype(evidence: Evidence) -> str | None:
+    """The coarser side's dtype; None where one is unknown."""
+    dtypes = evidence.dtypes.values()
+    if not all(dtype in roundoff.UNIT_ROUNDOFF for dtype in dtypes):
+        return None
+    return max(dtypes, key=lambda dtype: roundoff.UNIT_ROUNDOFF[dtype])
+
+
+def usual_mean(evidence: Evidence) -> float:
+    """Of |d|, in nats: 8 roundoffs (bfloat16 0.031, float16 0.0039), of float32 32 times as many (1.5e-5)."""
+    dtype = coarser_dtype(evidence) or _FINEST
+    factor = roundoff.LEAST_FACTOR["mean"] * (roundoff.LIMIT if dtype == _FINEST else 1)
+    return factor * roundoff.UNIT_ROUNDOFF[dtype]

@@ -1,0 +1,32 @@
+"""Size: more difference than rounding in these dtypes makes, by one number."""
+
+from __future__ import annotations
+
+from libxd.doctor.evidence import Evidence
+from libxd.doctor.finding import SYMPTOM, Finding, Rule
+from libxd.doctor.rounding import coarser_dtype, usual_mean
+
+#: times what rounding makes with a 135M model
+_TIMES = 4
+
+RULE = Rule(
+    "size",
+    ("more-than-rounding",),
+    "Mean |d| is more than 32 unit roundoffs of the coarser side's dtype (bfloat16 0.125 nats, float16 0.016), of "
+    "float32 32 times as many (6.1e-5). Nothing is said of unknown dtypes.",
+    "Of the clean pairs none (docs/doctor.md): there it is up to 18 roundoffs in bfloat16, 16 in float16, 144 in "
+    "float32. A model that amplifies rounding far more than a 135M model does would be named.",
+    least_tokens=16,
+)
+
+
+def examine(evidence: Evidence) -> Finding | None:
+    dtype, limit = coarser_dtype(evidence), _TIMES * usual_mean(evidence)
+    mean = float(evidence.magnitude.mean())
+    if dtype is None or mean <= limit:
+        return None
+    return Finding("more-than-rounding", SYMPTOM, f"rounding in {dtype} does not make so much", [
+        f"mean |training - rollout| {mean:.3g} nats, where {limit:.2g} would be a lot for {dtype}",
+    ], [
+        "look at the other findings first; without any, at weights and attention of the side with lower logprobs",
+    ])  # fmt: skip
