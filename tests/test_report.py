@@ -18,7 +18,7 @@ import pytest
 from comparison_fixtures import floats, rewrite_json, scored
 from report_fixtures import ACTIVE, HOSTILE, LENGTHS, LOGPROBS, TOKENS, Page, Words, judged, make, moved, report
 
-from libxd import bootstrap, canon, comparison, effect, impact, pairs, resume, schema, scores, seal, table
+from libxd import bootstrap, canon, comparison, doctor, effect, impact, pairs, resume, schema, scores, seal, table
 from libxd.difference import Difference
 from libxd.errors import Status, XdError
 from libxd.identity import UNPROCESSED
@@ -378,6 +378,9 @@ def test_the_value_is_what_its_schema_says(said):
     assert read["impact"]["ratio"]["token"].items() <= figures["ratio"]["token"].items()
     first = figures["objectives"][0]
     assert read["impact"]["clipped"][0] == {"name": first["name"], **first["outside"]}
+    causes = [finding.cause for finding in doctor.examine_pair(pairs.of_attempt(attempt))]
+    assert [finding["cause"] for finding in read["findings"]] == causes != []
+    assert case(said, "training.attention_backend=sdpa")["findings"] == []
     assert "impact" not in case(said, "batch.size=1") and "impact" not in case(said, "rollout.dtype=float16")
     assert read["digests"]["score_rollout.safetensors"] == comparison_["inputs"]["score_rollout.safetensors"]
 
@@ -554,6 +557,9 @@ def test_redacted_no_byte_of_a_token_is_left(made, form):
     ids = [token["id"] for each in closed.value["cases"] for window in each["strips"] for token in window["tokens"]]
     assert set(ids) == {None} and all(each["worst"] is None or each["worst"]["token_id"] is None
                                       for each in closed.value["cases"])  # fmt: skip
+    lines = [[line for each in found.value["cases"] for finding in each.get("findings", ())
+              for line in finding["evidence"]] for found in (open_, closed)]  # fmt: skip
+    assert lines[0] and not lines[1]
     assert closed.value["redacted"] and not open_.value["redacted"]
 
 

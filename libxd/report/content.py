@@ -5,13 +5,14 @@ Nothing of it depends on a clock, a host name or where the run directory lies: t
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from libxd import bootstrap, canon, effect, impact, pairs, table
+from libxd import bootstrap, canon, doctor, effect, impact, pairs, table
 from libxd.bootstrap import Interval
 from libxd.difference import Difference
 from libxd.errors import XdError
@@ -20,7 +21,7 @@ from libxd.plain import plain, shortened
 from libxd.report import answer, conditions, strip
 from libxd.report.survey import Survey
 from libxd.report.vocabulary import Vocabulary
-from libxd.rundir import SEAL, SIDES
+from libxd.rundir import SEAL, SIDES, Attempt
 from libxd.table import Row, Table
 from libxd.table_text import claim
 from libxd.tensors import TensorFile
@@ -186,8 +187,27 @@ def _survey(
         "distribution": survey.distribution(),
         "positions": survey.positions(),
         "strips": strip.strips(difference, survey.worst(most), width, vocabulary, redact),
+        "findings": _findings(pair, row.tried, redact),
         **_impact(pair),
     }
+
+
+def _findings(pair: Pair, attempt: Attempt, redact: bool) -> list[dict[str, Any]]:
+    """What the doctor says from the scores alone; the attempt by its place in the run, wherever that lies.
+
+    redact: without the lines of evidence, which name token ids.
+    """
+    place = f"cases/{attempt.case_id}/{attempt.attempt_id}"
+
+    def moved(lines: list[str]) -> list[str]:
+        for path in (shlex.quote(str(attempt)), str(attempt)):
+            lines = [line.replace(path, place) for line in lines]
+        return lines
+
+    return [
+        {**found.as_json(), "evidence": [] if redact else moved(found.evidence), "next": moved(found.next)}
+        for found in doctor.examine_pair(pair)
+    ]
 
 
 def _impact(pair: Pair) -> dict[str, Any]:
