@@ -53,11 +53,11 @@ def publish_json(path: str | os.PathLike[str], schema_name: str, value: Any) -> 
 
 def require_place(path: str | os.PathLike[str]) -> None:
     """XdError 73 for a place that cannot be written: before minutes of work, not after them."""
-    path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         raise cannot_write(path, IsADirectoryError(errno.EISDIR, "is a directory"))
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        error = OSError(0, "no such directory" if not path.parent.is_dir() else "permission denied")
+    parent = Path(path).parent
+    if not os.access(parent, os.W_OK | os.X_OK):
+        error = OSError(0, "permission denied" if os.path.isdir(parent) else "no such directory")
         raise cannot_write(path, error)
 
 

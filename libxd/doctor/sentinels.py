@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from libxd.difference import subtract
 from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import FACT, Finding, Rule
 
@@ -33,7 +34,7 @@ def examine(evidence: Evidence) -> Finding | None:
     for file, other in (evidence.files, evidence.files[::-1]):
         values = file.logprobs
         with np.errstate(invalid="ignore"):
-            off = ~(np.abs(values - other.logprobs) <= _OFF)
+            off = ~(np.abs(subtract(values, other.logprobs)) <= _OFF)
         kinds = {
             "NaN": np.isnan(values),
             "infinite": np.isposinf(values),
