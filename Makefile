@@ -52,11 +52,14 @@ POLICY_ladder ?= --runtime hf
 POLICY_smollm2 ?= --runtime hf
 POLICY_smollm2-fp32 ?= --runtime hf
 POLICY_smollm2-cuda ?= --runtime hf
+POLICY_smollm2-cuda-fp32 ?= --runtime hf
 POLICY_smollm2-vllm ?= --runtime-rollout vllm --runtime-training hf
 POLICY_smollm2-vllm-cuda ?= --runtime-rollout vllm --runtime-training hf
 POLICY_smollm2-server ?= --runtime-rollout server --runtime-training hf
 POLICY_s0-bisect ?= --runtime cpu-smoke
 POLICY_smollm2-bisect ?= --runtime hf
+POLICY_qwen3-8l-random ?= --runtime hf
+POLICY_qwen3-8b-random ?= --runtime hf
 POLICY ?= $(or $(POLICY_$(EXP)),$(error no policy for EXP=$(EXP): give POLICY='--runtime NAME' with a runtime such as cpu-smoke or hf))
 
 # Processes that tests are spread over: each may hold a model or two, so not one a core.
@@ -71,9 +74,12 @@ REPEATS_s2-cuda ?= 1
 REPEATS_smollm2 ?= 1
 REPEATS_smollm2-fp32 ?= 1
 REPEATS_smollm2-cuda ?= 1
+REPEATS_smollm2-cuda-fp32 ?= 1
 REPEATS_smollm2-vllm ?= 1
 REPEATS_smollm2-vllm-cuda ?= 1
 REPEATS_smollm2-server ?= 1
+REPEATS_qwen3-8l-random ?= 1
+REPEATS_qwen3-8b-random ?= 1
 ifndef REPEATS
 REPEATS := $(or $(REPEATS_$(EXP)),0)
 endif
@@ -96,6 +102,7 @@ NEEDS_s2-cuda := $(PADDED)/model.safetensors sequences/s2.safetensors
 NEEDS_smollm2 := sequences/smollm2.safetensors
 NEEDS_smollm2-fp32 := sequences/smollm2.safetensors
 NEEDS_smollm2-cuda := sequences/smollm2.safetensors
+NEEDS_smollm2-cuda-fp32 := sequences/smollm2.safetensors
 NEEDS_smollm2-vllm := sequences/smollm2.safetensors
 NEEDS_smollm2-vllm-cuda := sequences/smollm2.safetensors
 NEEDS_smollm2-server := sequences/smollm2.safetensors
@@ -131,7 +138,7 @@ run: setup $(NEEDS_$(EXP)) ## plan, score, compare and seal EXP=name; ends with 
 	@$(CHECK_ID)
 	@xd-plan -q $(CONFIG) --runs $(RUNS) --repeats $(REPEATS) > /dev/null
 	+@groups=$(RUNS)/$(EXP)/.make-$$HOSTNAME-$$$$-$$RANDOM; trap 'rm -rf $$groups' EXIT; failed=0; \
-	  $(MAKE) pending GROUPS_IN=$$groups || failed=$$?; \
+	  $(MAKE) pending GROUPS_IN=$$groups || { failed=$$?; compgen -G "$$groups/*.jsonl" > /dev/null || exit $$failed; }; \
 	  $(MAKE) pipes GROUPS_IN=$$groups || failed=$$?; \
 	  $(MAKE) table || failed=$$?; \
 	  exit $$failed
@@ -148,7 +155,7 @@ pipes: $(patsubst %.jsonl,%.done,$(if $(GROUPS_IN),$(wildcard $(GROUPS_IN)/*.jso
 # One group of rows that can share their engines: one pipe.
 %.done: %.jsonl
 	@xd-materialize --runs $(RUNS) $(POLICY) < $< | xd-score --side rollout | xd-score --side training \
-	  | xd-compare | xd-seal > $@.attempts; $(CHECK_STAGES); mv $@.attempts $@
+	  | xd-compare | xd-seal | tee $@.attempts >&2; $(CHECK_STAGES); mv $@.attempts $@
 
 .PHONY: table
 table:

@@ -154,14 +154,24 @@ class Console:
         for name in list(files) or ["-"]:
             with self.guard("stdin" if name == "-" else name):
                 if name == "-":
-                    yield from self.rows_of_stdin(what)
+                    yield from _lines_of_objects(self.rows_of_stdin(what), what)
                 else:
                     with open(name, "rb") as file:
-                        yield from streams.rows(name, file, strictjson.MAX_BYTES)
+                        yield from _lines_of_objects(streams.rows(name, file, strictjson.MAX_BYTES), what)
 
     def rows_of_stdin(self, what: str) -> Iterator[tuple[str, bytes]]:
         """`rows` of stdin alone, where one that cannot be read ends it all."""
         return streams.rows("stdin", _stdin(what), strictjson.MAX_BYTES)
+
+
+def _lines_of_objects(rows: Iterator[tuple[str, bytes]], what: str) -> Iterator[tuple[str, bytes]]:
+    """The rows as they come. XdError 65 for one JSON document over many lines: each of them would be a bad row."""
+    for number, (place, line) in enumerate(rows):
+        if number == 0 and line.strip() in (b"{", b"["):
+            hint = "xd-plan makes rows of an experiment" if what == "plan rows" else ""
+            raise XdError(f"is one JSON document, and {what} are a JSON object a line", code="not-lines", where=place,
+                          hint=hint)  # fmt: skip
+        yield place, line
 
 
 def _stdin(what: str) -> BinaryIO:

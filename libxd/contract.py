@@ -20,6 +20,7 @@ class Contract:
     version: str
     digest: str
     thresholds_nats: dict[str, float]
+    meaning: str
 
     def threshold(self, dtype: str) -> float:
         """The threshold in nats for `dtype`, rounded to float32, the precision it is compared in."""
@@ -40,7 +41,7 @@ def looser(a: str, b: str) -> str:
 def _load(source: str) -> Contract:
     path = Path(next(iter(contracts.__path__))) / f"{source}.json"
     data = schema.validate("numerical_contract", strictjson.load(path), str(path))
-    return Contract(data["source"], data["version"], canon.digest(data), data["thresholds_nats"])
+    return Contract(data["source"], data["version"], canon.digest(data), data["thresholds_nats"], data["meaning"])
 
 
 def sources() -> list[str]:

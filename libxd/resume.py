@@ -11,13 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from libxd import seal, verdict
+from libxd import canon, seal, strictjson, verdict
 from libxd.errors import XdError
+from libxd.plain import told_apart
 from libxd.records import Case
 from libxd.rundir import SEAL, Attempt, RunDirectory
 
 #: verdicts that answer a row; the INVALID_* ones say that the attempt was not worth comparing
 ANSWERS = ("PASS", "MISMATCH", "ZERO_ACTIVE_TOKENS")
+
+_MOST_SHOWN = 80  # characters of a value
 
 #: what says what is to be measured: the case (its digest covers the pinned identity, and nothing that is only at hand
 #: somewhere), how it is to be tried, and what the table calls it
@@ -30,11 +33,14 @@ class Outcome:
 
     attempt: the one that answers it, or was refused; of a pending row the newest that was begun under the same
     conditions and is no answer: sealed with an INVALID_* verdict, or unfinished. None when there is no such attempt.
+    otherwise: of a pending row the first thing that is different now, where an attempt at it is sealed under other
+    conditions.
     """
 
     state: Literal["answered", "refused", "pending"]
     attempt: Attempt | None
     passed_over: tuple[tuple[Attempt, str], ...] = ()
+    otherwise: str | None = None
 
 
 def outcome(row: dict[str, Any], run: RunDirectory, materialized: dict[str, Any] | None) -> Outcome:
@@ -56,18 +62,24 @@ def outcome(row: dict[str, Any], run: RunDirectory, materialized: dict[str, Any]
         newest.setdefault(state, attempt)
     if "refused" in newest:
         return Outcome("refused", newest["refused"], tuple(passed_over))
-    return Outcome("pending", newest.get("begun"), tuple(passed_over))
+    otherwise = None
+    if materialized is not None and "elsewhere" in newest:
+        otherwise = difference(newest["elsewhere"].materialized(), materialized)
+    return Outcome("pending", newest.get("begun"), tuple(passed_over), otherwise)
 
 
 def _state(attempt: Attempt, row: dict[str, Any], materialized: dict[str, Any] | None) -> str:
-    """ "answered", "refused", "begun" or "other"; XdError for an attempt that cannot be trusted."""
+    """ "answered", "refused", "begun", "elsewhere" (sealed under other conditions) or "other".
+
+    XdError for an attempt that cannot be trusted.
+    """
     if not attempt.has("requested.json") or not _same_request(attempt.requested(), row):
         return "other"
     if not attempt.has("materialized.json"):
         return "begun"  # somebody is at work, or was killed
     found = attempt.materialized()
     if materialized is not None and found["execution_key"] != materialized["execution_key"]:
-        return "other"
+        return "elsewhere" if attempt.has(SEAL) else "other"
     if not attempt.has(SEAL):
         return "refused" if attempt.refusal() else "begun"
     problems = seal.verify(attempt)
@@ -79,3 +91,18 @@ def _state(attempt: Attempt, row: dict[str, Any], materialized: dict[str, Any] |
 
 def _same_request(requested: dict[str, Any], row: dict[str, Any]) -> bool:
     return all(requested[name] == row[name] for name in _REQUEST)
+
+
+def difference(then: Any, now: Any, pointer: str = "") -> str | None:
+    """The first leaf in which two materialisations differ but for their keys, in words; None: there is none."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        found = (
+            difference(then.get(name), now.get(name), strictjson.pointer_to(pointer, name))
+            for name in sorted(then.keys() | now.keys())
+            if name not in ("execution_key", "fingerprints")  # digests, of what stands beside them
+        )
+        return next(filter(None, found), None)
+    if then == now:
+        return None
+    was, is_now = told_apart(*(canon.dumps(value).decode() for value in (then, now)), _MOST_SHOWN)
+    return f"{pointer} was {was}, is {is_now}"

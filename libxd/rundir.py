@@ -97,21 +97,23 @@ class Attempt:
         if not os.fspath(path):
             raise XdError("an empty path is no attempt", status=Status.USAGE, code="bad-path", where="''")
         absolute = Path(os.path.abspath(attempt.path))  # not resolved: a symlink for an attempt is refused below
+        try:
+            os.lstat(absolute)
+        except FileNotFoundError:
+            raise XdError("no such attempt", status=Status.MISSING, code="missing", where=str(path)) from None
+        except OSError as error:  # a name too long, a folder that may not be entered
+            raise of_exception(error, str(path)) from error
         for name, pattern, what in (
             (absolute.name, ATTEMPT_ID, "attempt"),
             (absolute.parent.name, CASE_ID, "case"),
         ):
             if not pattern.match(name):
                 raise XdError(f"not an attempt directory: bad {what} id", code="bad-id", where=str(path), found=name)
-        try:
-            for place in (absolute, absolute.parent):
-                if place.is_symlink():
-                    raise XdError("an attempt is no symlink", code="symlink", where=str(place))
-            found = absolute.is_dir()
-        except OSError as error:  # a name too long, a folder that may not be entered
-            raise of_exception(error, str(path)) from error
-        if not found:
-            raise XdError("no such attempt", status=Status.MISSING, code="missing", where=str(path))
+        for place in (absolute, absolute.parent):
+            if place.is_symlink():
+                raise XdError("an attempt is no symlink", code="symlink", where=str(place))
+        if not absolute.is_dir():
+            raise XdError("an attempt is a directory", code="bad-attempt", where=str(path))
         return attempt
 
     @property

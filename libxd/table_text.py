@@ -11,7 +11,8 @@ from libxd.rundir import SIDES
 from libxd.table import Row, Table
 
 WIDTH = 120
-_NO_FLOOR = "Noise floor: not measured (no repeat of the baseline; xd-plan --repeats 1, or make REPEATS=1, plans one)."
+_NO_REPEAT = "Noise floor: not measured (no repeat of the baseline; xd-plan --repeats 1, or make REPEATS=1, plans one)."
+_NO_FLOOR = "Noise floor: not measured (no repeat of the baseline was scored beside it)."
 #: what a scenario level shows when every verdict of it is as hoped, and what it does not
 CLAIMS = {
     "S0": "plumbing only: it says nothing about accelerators, distributed runs, production operators or real models",
@@ -115,9 +116,10 @@ def _legend(table: Table) -> list[str]:
         noise.append(f"Noise floor ({times} of {of}): {'; '.join(values)}.")
     if table.rows[0].is_imported:
         return ["In nats, over active tokens. Nothing is known of a baseline, so no effect is shown."]
+    repeated = any(row.is_baseline and row.requested["repeat"] for row in table.rows)
     return [
         "In nats, over active tokens. Effect: |logprob here - logprob of the baseline|, same tokens, same side.",
-        *(noise or [_NO_FLOOR]),
+        *(noise or [_NO_FLOOR if repeated else _NO_REPEAT]),
     ]
 
 

@@ -91,9 +91,13 @@ def test_a_place_without_room_leaves_nothing_half_written(root: Path, tmp_path: 
     assert snapshot(attempt) == before
 
 
-@pytest.mark.parametrize("place", ["a1", "c-0123/a0001", "../../etc"])
-def test_what_is_no_attempt_is_65(xd, tmp_path: Path, place: str) -> None:
-    assert xd("xd-compare", tmp_path / place).status == 65
+@pytest.mark.parametrize("place", ["a1", "c-0123/a0001"])
+def test_what_is_no_attempt_is_65_and_what_is_not_there_66(xd, tmp_path: Path, place: str) -> None:
+    assert xd("xd-compare", tmp_path / place).status == 66
+    (tmp_path / place).mkdir(parents=True)
+    for there in (place, f"{place}/.."):
+        ran = xd("xd-compare", tmp_path / there)
+        assert ran.status == 65 and "not an attempt directory" in ran.err
 
 
 def test_an_empty_path_is_no_attempt(xd, tmp_path: Path) -> None:

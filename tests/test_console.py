@@ -190,6 +190,16 @@ def test_a_place_without_permission_is_66_to_read_and_73_to_write(xd, tmp_path, 
     locked.chmod(0o700)
 
 
+def test_an_experiment_given_for_its_rows_is_one_line(xd, root, tmp_path):
+    config = root / "experiments" / "s0.json"
+    for words in (("xd-resume", "--runs", tmp_path, "--runtime", "cpu-smoke"), ("xd-materialize", "--runs", tmp_path,
+                  "--runtime", "cpu-smoke")):  # fmt: skip
+        for operands, stdin in (([config], ""), ([], config.read_text())):
+            ran = xd(*words, *operands, stdin=stdin)
+            (line,) = [line for line in ran.err.splitlines() if "to score" not in line]
+            assert ran.status == 65 and "is one JSON document" in line and "xd-plan makes rows" in line and ran.out == ""
+
+
 @pytest.mark.parametrize("stdin", [True, False])
 def test_a_row_without_end_is_refused_in_constant_memory(tool, tmp_path, stdin):
     """Far more bytes than the cap (64 MiB), in an address space that could not hold them; the next row is read."""

@@ -38,6 +38,18 @@ def test_the_page_of_a_tool_is_its_help(tool):
     assert path.read_text() == make_docs().page(tool), "run `make docs`"
 
 
+def test_the_page_of_the_knobs_is_the_catalog():
+    assert (ROOT / "docs" / "knobs.md").read_text() == make_docs().knobs_page(), "run `make docs`"
+
+
+def test_every_shipped_experiment_has_its_policy_in_the_makefile():
+    """`make run EXP=name` works of each that `make help` lists."""
+    makefile = (ROOT / "Makefile").read_text()
+    names = [path.stem for path in (ROOT / "experiments").glob("*.json")]
+    assert len(names) > 10
+    assert [name for name in names if f"\nPOLICY_{name} ?= " not in makefile] == []
+
+
 @pytest.mark.parametrize("tool", TOOLS)
 def test_options_are_the_reviewed_ones(tool):
     """A new, renamed or dropped option shows up here and is looked at: tests/golden/options.json."""

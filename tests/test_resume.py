@@ -94,6 +94,17 @@ def test_an_attempt_measured_under_other_conditions_is_no_answer(tmp_path):
     assert answer(tmp_path, row, None) == ("answered", "a0001")  # what was measured, under whatever conditions
 
 
+def test_what_is_sealed_under_other_conditions_says_which(tmp_path):
+    row = sealed(tmp_path).requested()
+    run = RunDirectory(tmp_path, row["experiment_id"])
+    said = resume.outcome(row, run, now(row, python="3.13.0")).otherwise
+    assert said is not None and "/environment/python was" in said and said.endswith('is "3.13.0"')
+    assert resume.outcome(row, run, now(row)).otherwise is None
+    attempt = next(run.attempts(row["case_id"]))
+    attempt.file("COMPLETE").unlink()
+    assert resume.outcome(row, run, now(row, python="3.13.0")).otherwise is None, "what is not sealed is no answer"
+
+
 @pytest.mark.parametrize(
     "change", [{"repeat": 1}, {"strict_fallback": False}, {"submission": "rotated"}, {"case_digest": "0" * 64}]
 )

@@ -62,7 +62,11 @@ def test_opening_refuses_what_is_no_attempt(tmp_path):
     link = tmp_path / CASE / "a0001"
     link.parent.mkdir()
     link.symlink_to(attempt.path)
+    (tmp_path / "c-zz" / "a0001").mkdir(parents=True)
+    (attempt.path.parent / "a0009").write_text("")
     for path, code in (
+        (attempt.path.parent / "a0009", "bad-attempt"),
+        (tmp_path / "nowhere", "missing"),
         (attempt.path.parent, "bad-id"),
         (attempt.path / "..", "bad-id"),
         (tmp_path / "c-zz" / "a0001", "bad-id"),

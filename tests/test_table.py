@@ -122,8 +122,13 @@ def test_a_row_of_the_plan_without_an_attempt_is_missing(tmp_path: Path) -> None
 
 
 def test_a_table_of_missing_rows_alone(tmp_path: Path) -> None:
-    (made,) = table.tables(table.planned([], [judged(tmp_path, BASE, BASE).requested()]))
-    assert row(table_text.lines(made), "baseline")[:2] == ["missing", "[1]"]
+    planned = judged(tmp_path, BASE, BASE).requested()
+    repeat = {**planned, "repeat": 1}
+    for rows, why in (([planned], "xd-plan --repeats 1"), ([planned, repeat], "was scored beside it")):
+        (made,) = table.tables(table.planned([], rows))
+        lines = table_text.lines(made)
+        assert row(lines, "baseline")[:2] == ["missing", "[1]"]
+        assert any(line.startswith("Noise floor: not measured") and why in line for line in lines), lines
 
 
 def test_a_refusal_at_read_back_is_refused(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def cli(
     states: Counter[str] = Counter()
     given = 0
     grouped: dict[str, list[dict[str, Any]]] = {}
+    otherwise: list[str] = []
     for where, line in console.rows(rows, "plan rows"):
         given += 1
         with console.guard(where):
@@ -69,6 +70,8 @@ def cli(
             plan = materialize.materialized(row, policy, environments) if policy else None
             found = resume.outcome(row, RunDirectory(runs, row["experiment_id"]), plan)
             states[found.state] += 1
+            if found.otherwise is not None:
+                otherwise.append(found.otherwise)
             for attempt, why in found.passed_over:
                 console.info(f"{attempt}: passed over: {why}")
             if answers:
@@ -85,6 +88,8 @@ def cli(
                 console.emit(_write_group(groups, name, members))
     if not answers:
         console.info(_summary(states, failed=given - states.total()))
+        if otherwise:
+            console.info(f"{len(otherwise)} of them are sealed under other conditions: {otherwise[0]}")
     elif given and states["pending"] == given:
         console.info(f"no attempt under {runs} answers any of {given} rows")
     if exit_code and states["pending"]:
