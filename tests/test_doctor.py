@@ -7,6 +7,7 @@ tokens of each response, scored rightly in several ways and wrongly in known one
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from dataclasses import replace
 from typing import Any
@@ -314,6 +315,10 @@ def test_a_figure_of_the_tokens_is_none_to_complain_of(reported):
              "k1": -d.mean(), "k2": (d * d).mean() / 2, "k3": np.mean(np.exp(d) - 1 - d)}[reported]  # fmt: skip
     assert found(rollout, training, reported={reported: float(right)}) == {}
     assert "aggregate" in found(rollout, training, reported={reported: float(right) * 1.5})
+    one_digit = float(f"{right:.1g}")
+    assert found(rollout, training, reported={reported: one_digit}) == {}
+    last = 10.0 ** math.floor(math.log10(abs(one_digit)))
+    assert "aggregate" in found(rollout, training, reported={reported: float(f"{one_digit + 2 * last:.1g}")})
 
 
 def test_a_figure_that_is_another_aggregate_is_recognised():

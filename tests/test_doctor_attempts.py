@@ -15,6 +15,7 @@ from doctor_fixtures import Held, evidence, held
 from test_ladder import rungs
 from tolerances import TINY_LLAMA_FLOAT32_NATS
 
+import libxd
 from libxd import comparison, doctor, pairs, schema, tensors
 from libxd.doctor import aggregates, at_hand, diagnosis, repeats, series, text, vocabulary
 from libxd.doctor.evidence import Evidence
@@ -114,6 +115,31 @@ def test_a_ladder_answers_bug_or_rounding(tmp_path):
             assert found is not None and (found.answer, found.by) == (answer, "ladder")
     (alone,) = [diagnosis.rung(evidences[0])]
     assert alone is not None and diagnosis.climbed([alone]) == {}  # one precision alone is no ladder
+
+
+def imported(runs: Path, dtype: str, size: float) -> Attempt:
+    """What a trainer's hook hands over, judged."""
+    rollout, training = drawn(3, size)
+    path = libxd.write_scores(
+        runs, "mine", token_ids=np.full(TOKENS, 7), active_mask=ACTIVE, rollout=rollout, training=training,
+        cu_seqlens=np.cumsum([0, *LENGTHS]), dtype=dtype, checkpoint="c" * 64, semantics="raw",
+    )  # fmt: skip
+    made = Attempt.open(path)
+    comparison.compare(made)
+    return made
+
+
+def test_the_declared_dtypes_of_imports_are_a_ladders(tmp_path):
+    """No engine showed them; a contract's threshold and xd-ladder go by them, too."""
+    evidences = [looked(imported(tmp_path, "bfloat16", 0.03)), looked(imported(tmp_path, "float32", 1e-6))]
+    assert [set(each.dtypes.values()) for each in evidences] == [{"bfloat16"}, {"float32"}]
+    alone = diagnosis.of_pair(evidences[0]).answer
+    assert alone is not None and alone.answer == "undecided" and "--dtype float32" in alone.next[0]
+    climbed = diagnosis.climbed(rung for each in evidences if (rung := diagnosis.rung(each)))
+    answers = [diagnosis.of_pair(each, climbed[str(each.attempt)]).answer for each in evidences]
+    assert [each.answer for each in answers if each] == ["rounding", "rounding"]
+    much = looked(imported(tmp_path, "bfloat16", 0.5))
+    assert "more-than-rounding" in [each.cause for each in diagnosis.of_pair(much).findings]
 
 
 def test_a_side_that_differs_from_itself(tmp_path):

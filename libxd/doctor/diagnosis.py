@@ -18,6 +18,7 @@ from libxd.doctor.finding import SHAPE, Finding, Rule
 from libxd.doctor.registry import DETECTORS, examined
 from libxd.errors import Status, XdError
 from libxd.ladder import Ladder, Rung
+from libxd.planner import IMPORTED
 
 SCHEMA_VERSION = "xd.diagnosis.v1"
 #: causes that say nothing of the numbers themselves
@@ -145,11 +146,19 @@ def _too_few_precisions(evidence: Evidence) -> str:
 
 def _runs(evidence: Evidence) -> list[str]:
     """Which run would decide."""
-    missing = "bfloat16" if set(evidence.dtypes.values()) == {"float32"} else "float32"
+    missing, size = "float32", "smaller"
+    if set(evidence.dtypes.values()) == {"float32"}:
+        missing, size = "bfloat16", "larger"
     same = f"score the same tokens with both sides in {missing}"
     requested = evidence.attempt.requested() if evidence.attempt is not None else None
-    if requested is None or requested["strategy"] == "imported":
-        return [f"{same}, too, and look at that pair: its rounding is thousands of times another, a mistake as large"]
+    if requested is None:
+        return [f"{same}, too, and look at that pair: rounding is thousands of times {size} there, a mistake as large"]
+    if requested["strategy"] == IMPORTED:
+        return [
+            f"{same}, and import them as these were, with --dtype {missing} (and with --checkpoint and --semantics, both "
+            "times); then",
+            f"xd-doctor {evidence.attempt} and the new attempt: together they are a ladder",
+        ]
     experiment = requested["experiment_id"]
     return [
         f"{same}: add it to {experiment}.json as experiments/ladder.json does (rollout.dtype and "

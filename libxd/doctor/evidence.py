@@ -17,7 +17,9 @@ import numpy as np
 from libxd.diagnostics import locate
 from libxd.doctor.rescoring import Rescored
 from libxd.doctor.vocabulary import Vocabulary
+from libxd.knobs import DTYPE_OF_SIDE
 from libxd.pairs import Pair
+from libxd.planner import IMPORTED
 from libxd.rundir import SIDES, Attempt
 from libxd.scores import ScoreFile
 from libxd.sequences import Sequences
@@ -219,8 +221,12 @@ class Evidence:
 
     @cached_property
     def dtypes(self) -> dict[str, str | None]:
-        """What each side's parameters are said to be."""
-        return {file.side: file.metadata["dtypes"]["parameters"] for file in self.files}
+        """What each side's parameters are said to be: by its file, else, of an import, by whoever imported it."""
+        said = {file.side: file.metadata["dtypes"]["parameters"] for file in self.files}
+        requested = self.attempt.requested() if self.attempt is not None and None in said.values() else None
+        if requested is None or requested["strategy"] != IMPORTED:
+            return said
+        return {side: dtype or requested["values"][DTYPE_OF_SIDE[side]] for side, dtype in said.items()}
 
     @cached_property
     def semantics(self) -> dict[str, dict[str, Any] | None]:
