@@ -155,8 +155,8 @@ def _runs(evidence: Evidence) -> list[str]:
         return [f"{same}, too, and look at that pair: rounding is thousands of times {size} there, a mistake as large"]
     if requested["strategy"] == IMPORTED:
         return [
-            f"{same}, and import them as these were, with --dtype {missing} (and with --checkpoint and --semantics, both "
-            "times); then",
+            f"{same}, and import them as these were, with --dtype {missing} (and, both times, with --checkpoint and "
+            "--semantics); then",
             f"xd-doctor {evidence.attempt} and the new attempt: together they are a ladder",
         ]
     experiment = requested["experiment_id"]

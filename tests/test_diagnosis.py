@@ -1,0 +1,77 @@
+"""The walk of docs/diagnosis.md: its commands, in their order, print what stands there; and where its figures are from."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+PAGE = (ROOT / "docs" / "diagnosis.md").read_text()
+BLOCKS = re.findall(r"^```sh\n(.*?)^```\n\n```text\n(.*?)^```$", PAGE, re.M | re.S)
+MODEL = ROOT / "models" / "smollm2-135m-instruct" / "model.safetensors"
+#: of a command that wants the real model, or what such a one has made
+OF_MODEL = re.compile(r"models/|step0-f")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory like the checkout, whose runs/ is new."""
+    made = tmp_path_factory.mktemp("diagnosis")
+    for name in ("examples", "experiments", "models"):
+        (made / name).symlink_to(ROOT / name)
+    return made
+
+
+def test_every_command_is_one_that_is_run():
+    assert len(BLOCKS) == PAGE.count("```sh") == PAGE.count("```text") == 9
+    assert sum(bool(OF_MODEL.search(command)) for command, _ in BLOCKS) == 4
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_a_command_prints_what_stands_there(place, number):
+    """Each goes on from those before it; stderr stands before stdout."""
+    pytest.importorskip("torch")
+    command, wanted = BLOCKS[number]
+    if OF_MODEL.search(command) and not MODEL.exists():
+        pytest.skip("no real model here: make model")
+    env = {**os.environ, "PATH": f"{ROOT / 'tools'}:{os.environ['PATH']}", "XD_PYTHON": sys.executable}
+    ran = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], cwd=place, env=env, capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stderr + ran.stdout) == (0, wanted)
+
+
+def test_the_dumps_are_of_the_same_tokens_and_differ_by_what_was_made():
+    """step0 and step0-fixed have one rollout side, bit for bit, and another training side."""
+    step, fixed, finer = (
+        [json.loads(line) for line in (ROOT / "examples" / "diagnosis" / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("step0", "step0-fixed", "step0-float32")
+    )
+    for name in ("prompt_ids", "completion_ids", "advantages"):
+        assert [row[name] for row in step] == [row[name] for row in fixed] == [row[name] for row in finer]
+    assert [row["sampling_per_token_logps"] for row in step] == [row["sampling_per_token_logps"] for row in fixed]
+    assert [row["sampling_per_token_logps"] for row in step] != [row["sampling_per_token_logps"] for row in finer]
+    assert all(a["old_per_token_logps"] != b["old_per_token_logps"] for a, b in zip(step, fixed, strict=True))
+
+
+def test_the_figures_of_the_ten_knobs_are_those_of_the_bisection():
+    """The table of repairs and breaks, row by row, beside the outcomes in docs/bisect.md."""
+    bisected = (ROOT / "docs" / "bisect.md").read_text()
+    shown = bisected[bisected.index("smollm2-bisect: 10 knobs differ") :]
+    outcomes = dict(re.findall(r"^((?:[.x] +){10}) *(?:good|bad) +(\S+)", shown, re.M))
+    means = {"".join(marks.split()): float(mean) for marks, mean in outcomes.items()}
+    rows = dict(re.findall(r"^\| ([^|]*?) \| ([^|]* \| [^|]*?) \|$", PAGE[PAGE.index("| SmolLM2") :], re.M))
+    said = {name: [float(cell) for cell in cells.replace("|", " ").split() if cell] for name, cells in rows.items()
+            if re.search(r"\d", cells)}  # fmt: skip
+    assert said == {
+        "nothing changed": [means["xxxxxxxxxx"], pytest.approx(means[".........."], abs=5e-8)],
+        "`rollout.dtype` alone": [means["xxxxx.xxxx"], means[".....x...."]],
+        "`training.compute_dtype` alone": [means["xxxxxxx.xx"], means[".......x.."]],
+        "both dtypes": [means["xxxxx.x.xx"]],
+        "the eight others": [means["xxxxx.x.xx"]],
+    }
