@@ -155,9 +155,9 @@ def _runs(evidence: Evidence) -> list[str]:
         return [f"{same}, too, and look at that pair: rounding is thousands of times {size} there, a mistake as large"]
     if requested["strategy"] == IMPORTED:
         return [
-            f"{same}, and import them as these were, with --dtype {missing} (and, both times, with --checkpoint and "
-            "--semantics); then",
-            f"xd-doctor {evidence.attempt} and the new attempt: together they are a ladder",
+            f"{same}, and import them as these were, but with --dtype {missing}: under one --experiment, and declared "
+            "alike by --checkpoint and --semantics, the two attempts are a ladder; then",
+            f"xd-doctor {evidence.attempt} and the new one",
         ]
     experiment = requested["experiment_id"]
     return [
