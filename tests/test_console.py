@@ -197,7 +197,8 @@ def test_an_experiment_given_for_its_rows_is_one_line(xd, root, tmp_path):
         for operands, stdin in (([config], ""), ([], config.read_text())):
             ran = xd(*words, *operands, stdin=stdin)
             (line,) = [line for line in ran.err.splitlines() if "to score" not in line]
-            assert ran.status == 65 and "is one JSON document" in line and "xd-plan makes rows" in line and ran.out == ""
+            assert (ran.status, ran.out) == (65, "")
+            assert "is one JSON document" in line and "xd-plan makes rows" in line
 
 
 @pytest.mark.parametrize("stdin", [True, False])

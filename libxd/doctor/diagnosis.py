@@ -145,7 +145,14 @@ def _too_few_precisions(evidence: Evidence) -> str:
 
 
 def _runs(evidence: Evidence) -> list[str]:
-    """Which run would decide."""
+    """What is cheap and was not done, and which run would decide."""
+    beside = [] if evidence.known.has("rescored") else [
+        f"{evidence.rescoring}: one float32 pass shows temperature, truncation, labels and head"
+    ]  # fmt: skip
+    return [*beside, *_deciding(evidence)]
+
+
+def _deciding(evidence: Evidence) -> list[str]:
     missing, size = "float32", "smaller"
     if set(evidence.dtypes.values()) == {"float32"}:
         missing, size = "bfloat16", "larger"

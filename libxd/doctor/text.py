@@ -47,7 +47,7 @@ def _title(diagnosis: Diagnosis) -> str:
 def _nothing(diagnosis: Diagnosis) -> str:
     if diagnosis.answer is not None and diagnosis.answer.answer == "bug":
         return "No detector names a cause."
-    return "Nothing wrong was found."
+    return "Nothing wrong was found in what was looked at." if diagnosis.silent else "Nothing wrong was found."
 
 
 def _finding(place: int, finding: Finding, style: Style) -> list[str]:

@@ -50,10 +50,9 @@ def read(rows: list[Row], vocabulary: Vocabulary | None, redact: bool, done: Cal
     """
     found = table.tables(rows)
     if len(found) != 1:
-        named = ", ".join(sorted({f"{each.rows[0].requested['experiment_id']}" for each in found}))
-        what = "several experiments or contracts" if found else "nothing"
-        raise XdError(f"a report is of one experiment, these attempts are of {what}", code="several-experiments",
-                      found=named or "no rows", expected="one", hint="give one run directory")  # fmt: skip
+        named = ", ".join(dict.fromkeys(f"{each.name} under {each.threshold:g} nats" for each in found))
+        raise XdError("a report is of one experiment under one threshold", code="several-experiments",
+                      found=named or "no rows", expected="one", hint="give the attempts of one")  # fmt: skip
     (judged,) = found
     first, imported = judged.rows[0].requested, judged.rows[0].is_imported
     seen = [row for row in judged.rows if row.comparison] or judged.rows[:1]
