@@ -114,3 +114,9 @@ def test_a_terminal_gets_colours_and_a_pipe_none(xd, made, root):
         assert (b"\x1b[1mWhich knob" in said) == coloured and (b"\x1b[33mMISMATCH" in said) == coloured
         assert b"Which knob" in said
     assert "\x1b" not in xd("xd-report", "-q", "--redact", made).out
+
+
+def test_what_cannot_be_read_is_said_once(xd, tmp_path):
+    ran = xd("xd-report", tmp_path / "nowhere", "--out", tmp_path / "x.html")
+    assert (ran.status, ran.out, len(ran.err.splitlines())) == (66, "", 1) and "nowhere" in ran.err
+    assert not (tmp_path / "x.html").exists()

@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "diagnosis.md").read_text()
 BLOCKS = re.findall(r"^```sh\n(.*?)^```\n\n```text\n(.*?)^```$", PAGE, re.M | re.S)
 MODEL = ROOT / "models" / "smollm2-135m-instruct" / "model.safetensors"
 #: of a command that wants the real model, or what such a one has made
-OF_MODEL = re.compile(r"models/|step0-fixed|cat fixed")
+OF_MODEL = re.compile(r"models/|step0-fixed|(cat|<) fixed")
 #: engines of the synthetic model: their last bits are the machine's
 OF_ENGINES = re.compile(r"cpu-smoke|runs/knobs")
 

@@ -332,10 +332,10 @@ def test_what_is_no_run(tmp_path, made):
     assert run.find(str(next(made.glob("cases/*/a*")))).attempts
     other = judged(tmp_path, LOGPROBS, LOGPROBS, source="bitwise")
     rows = [table.read(attempt) for attempt in [*run.find(str(made)).attempts, other]]
-    with pytest.raises(XdError, match="of one experiment"):
-        content.read(rows, None, False, lambda: None)
-    with pytest.raises(XdError, match="of nothing"):
-        content.read([], None, False, lambda: None)
+    for given, found in ((rows, r"under 0\.?\d* nats, .* under 0 nats"), ([], "no rows")):
+        with pytest.raises(XdError, match="of one experiment under one threshold") as caught:
+            content.read(given, None, False, lambda: None)
+        assert re.search(found, caught.value.line())
 
 
 def test_resume_and_a_report_take_the_same_attempts(made):

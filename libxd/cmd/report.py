@@ -52,6 +52,8 @@ def cli(
     if out is not None:
         publish.require_place(out)
     rows = _rows(console, runs)
+    if not rows and console.status:  # what could not be read was said
+        return
     words = None
     if rows and not redact:
         words, why = vocabulary.find(rows[0].requested, tokenizer)
