@@ -11,6 +11,8 @@ import sys
 import pytest
 from conftest import ROOT
 
+#: each command goes on from the one before it, in one directory: one worker runs them all
+pytestmark = pytest.mark.xdist_group("diagnosis")
 PAGE = (ROOT / "docs" / "diagnosis.md").read_text()
 BLOCKS = re.findall(r"^```sh\n(.*?)^```\n\n```text\n(.*?)^```$", PAGE, re.M | re.S)
 MODEL = ROOT / "models" / "smollm2-135m-instruct" / "model.safetensors"

@@ -50,7 +50,8 @@ def read(rows: list[Row], vocabulary: Vocabulary | None, redact: bool, done: Cal
     """
     found = table.tables(rows)
     if len(found) != 1:
-        named = ", ".join(dict.fromkeys(f"{each.name} under {each.threshold:g} nats" for each in found))
+        tables = [(each.rows[0].requested["experiment_id"], each.threshold) for each in found]
+        named = ", ".join(f"{experiment} under {threshold:.6g} nats" for experiment, threshold in tables)
         raise XdError("a report is of one experiment under one threshold", code="several-experiments",
                       found=named or "no rows", expected="one", hint="give the attempts of one")  # fmt: skip
     (judged,) = found
