@@ -205,6 +205,34 @@ def test_zeros_under_a_mask_that_is_too_wide_are_warned_of(tmp_path):
         ({"advantages": [1.0]}, "one a sequence"),
         ({"rewards": [[1.0], [2.0]]}, "one a sequence"),
         ({"token_ids": IDS - 30}, "no token id"),
+        ({"step": -1}, "/step: is no whole number from 0"),
+        ({"step": 1.5}, "no whole number"),
+        ({"step": "x"}, "no whole number"),
+        ({"step": True}, "no whole number"),
+        ({"step": np.True_}, "no whole number"),
+        ({"step": 10**5000}, "beyond int64"),
+        ({"rank": {"a": 1}}, "/rank: is no whole number"),
+        ({"cu_seqlens": [0, 4, 8]}, "beside attention_mask"),
+        ({"token_ids": IDS.tolist(), "attention_mask": None, "cu_seqlens": [0, 5, 10]}, "have their own bounds"),
+        ({"token_ids": [[1, 2], [3]]}, "several lengths"),
+        ({"token_ids": [[[1, 2]], [3]], "attention_mask": None}, "no sequence of ids"),
+        ({"token_ids": IDS[0], "attention_mask": None, "cu_seqlens": np.array([0, 4, 2, 5], np.uint64)}, "rise"),
+        ({"attention_mask": [[0, 1, 0, 1, 1], [1, 1, 1, 1, 0]]}, "has a hole.*found .0, 3."),
+        ({"active_mask": [["a"] * 5] * 2}, "true and false"),
+        ({"rollout": np.ma.masked_equal(ROLLOUT, -2)}, "masked array.*filled"),
+        ({"rollout": list(np.ma.masked_equal(ROLLOUT, -2))}, "masked array"),
+        ({"prompts": [[1], [1]]}, "no keys"),
+        ({"prompts": 5}, "no keys"),
+        ({"advantages": []}, "one a sequence"),
+        ({"advantages": ["a", "b"]}, "no numbers"),
+        ({"advantages": [1e39, 0.0]}, "fit a float32"),
+        ({"rewards": ["a", "b"]}, "no numbers"),
+        ({"rewards": [10**400, 1]}, "no number"),
+        ({"versions": [1.5, np.nan]}, "no integers"),
+        ({"versions": np.array([1, 2**63], np.uint64)}, "64 bits"),
+        ({"semantics": 5}, "no such semantics"),
+        ({"dtype": int}, "no default"),
+        ({"dtype": {"rollout": "float32", "training": "float32", "trainer": "bf16"}}, "names no side"),
     ],
 )
 def test_wrong_arguments_write_nothing(tmp_path, change, what):
@@ -212,6 +240,84 @@ def test_wrong_arguments_write_nothing(tmp_path, change, what):
         libxd.write_scores(tmp_path, "mine", **{**padded(), **SAID, **change})
     assert re.search(what, caught.value.line()), caught.value.line()
     assert caught.value.status in (Status.USAGE, Status.INVALID)
+    assert not list(tmp_path.iterdir())
+
+
+def test_lists_with_a_mask_are_padded(tmp_path):
+    """A rectangle of lists, also of tensors, holds padding, which is none of the tokens."""
+    rows = {name: [list(row) for row in values] for name, values in padded().items()}
+    whole = tensors_of(padded())
+    for number, given in enumerate((rows, {name: list(values) for name, values in whole.items()})):
+        found = scores(libxd.write_scores(tmp_path / str(number), "mine", **given, **SAID), "rollout")
+        assert found["token_ids"].tolist() == FLAT_IDS and found["cu_seqlens"].tolist() == [0, 4, 8]
+        np.testing.assert_array_equal(found["logprobs"], FLAT_ROLLOUT)
+    unmasked = {name: values for name, values in rows.items() if name != "attention_mask"}
+    found = scores(libxd.write_scores(tmp_path / "ragged", "mine", **unmasked, **SAID), "rollout")
+    assert found["token_ids"].size == IDS.size, "the control: it is the mask that says what is padding"
+
+
+def test_a_step_is_an_integer_of_any_type(tmp_path):
+    torch = pytest.importorskip("torch")
+    for step in (np.int64(3), np.array(3), torch.tensor(3)):
+        path = libxd.write_scores(tmp_path, "mine", **padded(), **{**SAID, "step": step, "rank": np.uint8(1)})
+        assert Attempt(path).requested()["scenario_id"] == "step 3, rank 1"
+        assert Attempt(path).readback("rollout")["engine"]["imported"]["step"] == 3
+    with pytest.raises(XdError, match="no whole number"):
+        libxd.write_scores(tmp_path, "mine", **padded(), **{**SAID, "step": torch.tensor(True)})
+
+
+def test_a_dtype_is_named_by_numpys_and_torchs_own(tmp_path):
+    torch = pytest.importorskip("torch")
+    for dtype in (np.float32, np.dtype("float32"), torch.float32, "fp32"):
+        path = libxd.write_scores(tmp_path, "mine", **padded(), **{**SAID, "dtype": dtype})
+        assert Attempt(path).requested()["contract"]["dtype"] == "float32"
+
+
+def test_tensors_that_numpy_cannot_hold_are_refused(tmp_path):
+    torch = pytest.importorskip("torch")
+    rollout = torch.tensor(ROLLOUT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of nested and quantised ones being young or old
+        kinds = {
+            "sparse": rollout.to_sparse(), "float8": rollout.to(torch.float8_e4m3fn), "meta": rollout.to("meta"),
+            "nested": torch.nested.nested_tensor(list(rollout)), "conj": rollout.to(torch.complex64).conj(),
+            "jagged": torch.nested.nested_tensor(list(rollout), layout=torch.jagged),
+            "quantised": torch.quantize_per_tensor(rollout, 0.1, 0, torch.qint8),
+        }  # fmt: skip
+        ids = [FLAT_IDS[:4], FLAT_IDS[4:]]
+        for given in (padded(), {**flat(), "active_mask": np.array(FLAT_ACTIVE)}, {**ragged(), "token_ids": ids}):
+            for kind, tensor in kinds.items():
+                for name in ("rollout", "advantages"):
+                    with pytest.raises(XdError) as caught:
+                        libxd.write_scores(tmp_path, "mine", **{**given, **SAID, name: tensor})
+                    assert caught.value.status == Status.USAGE, kind
+    assert not list(tmp_path.iterdir())
+
+
+def test_advantages_of_flat_tokens_are_flat(tmp_path):
+    by_token = np.arange(8, dtype=np.float32)
+    path = libxd.write_scores(tmp_path, "mine", **flat(), **SAID, advantages=by_token)
+    assert scores(path, "rollout")["advantages"].tolist() == by_token.tolist()
+    path = libxd.write_scores(tmp_path, "mine", **flat(), **SAID, advantages=[0.5, -0.5])
+    assert scores(path, "rollout")["advantages"].tolist() == [0.5] * 4 + [-0.5] * 4
+    with pytest.raises(XdError, match="one a sequence"):
+        libxd.write_scores(tmp_path, "mine", **flat(), **SAID, advantages=by_token[1:])
+
+
+@pytest.mark.parametrize("declared", [{"dtype": "float32"}, {"semantics": "raw"}, {"checkpoint": "a" * 64},
+                                      {"tokenizer": "x"}, {"rollout_mode": "decode"}, {"contract": "x"}])  # fmt: skip
+def test_nothing_is_declared_of_an_attempt_that_is_there(tmp_path, declared):
+    first = libxd.write_scores(tmp_path, "mine", **{k: v for k, v in padded().items() if k != "training"}, **SAID)
+    rest = {k: v for k, v in padded().items() if k != "rollout"}
+    with pytest.raises(XdError, match="is declared when an attempt is made"):
+        libxd.write_scores(tmp_path, "mine", **rest, into=first, **declared)
+    assert not Attempt(first).has("score_training.safetensors")
+    assert libxd.write_scores(tmp_path, "mine", **rest, into=first) == first
+
+
+def test_a_path_that_no_line_holds_is_refused(tmp_path):
+    with pytest.raises(XdError, match="no line of a pipe"):
+        libxd.write_scores(tmp_path / "a\nb", "mine", **padded(), **SAID)
     assert not list(tmp_path.iterdir())
 
 

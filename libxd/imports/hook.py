@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 import warnings
 from collections.abc import Mapping
@@ -48,7 +49,7 @@ def write_scores(
 
     - padded, `token_ids` [B, L] with `attention_mask` [B, L] that says which cells hold tokens, padding on either side;
     - flat, `token_ids` [T] with `cu_seqlens` [B+1];
-    - ragged, `token_ids` as a list of B sequences.
+    - ragged, `token_ids` as a list of B sequences and neither of these two.
 
     `active_mask` marks the tokens that the loss is taken over. It and the logprobs (`rollout`: what the engine that
     sampled said; `training`: what the trainer recomputed) belong each to its own token, and may be narrower than
@@ -64,7 +65,7 @@ def write_scores(
 
     Each call is an attempt of its own, named by step and rank. Ranks that hold other sequences may all call; of ranks
     that hold the same ones let one. Any number of processes may write under one `runs`. `into`: an attempt that has one
-    side, to add the other.
+    side, to add the other; what was declared for it then holds, and nothing is declared again.
 
     XdError (a ValueError) 2 or 65 for arguments that contradict each other, 66 for a checkpoint that is not there, 73
     where nothing can be written.
@@ -72,6 +73,9 @@ def write_scores(
     given = {side: values for side, values in (("rollout", rollout), ("training", training)) if values is not None}
     if not given:
         raise layout.usage("neither rollout nor training logprobs are given", "rollout")
+    if any(char in os.fspath(runs) for char in "\n\r\0"):
+        raise layout.usage("no line of a pipe can hold this path", "runs", os.fspath(runs))
+    step, rank = _count("step", step), _count("rank", rank)
     batch = _batch(layout.of(token_ids, attention_mask, cu_seqlens), active_mask, given, {
         "prompt_index": prompts, "advantages": advantages, "rewards": rewards, "versions": versions,
     })  # fmt: skip
@@ -80,12 +84,35 @@ def write_scores(
         declared = request.Declared(_dtypes(dtype), checkpoint, tokenizer, meant, rollout_mode, contract)
         attempt = publish.begin(runs, experiment, _name(step, rank), batch, declared)
     else:
+        _require_undeclared(dtype=dtype, checkpoint=checkpoint, tokenizer=tokenizer, semantics=semantics,
+                            rollout_mode=rollout_mode, contract=None if contract == "ws1" else contract)  # fmt: skip
         attempt = Attempt.open(into)
     source = {"by": "write_scores", "step": step, "rank": rank}
     for number, side in enumerate(given):
         for note in publish.add(attempt, side, batch, source=source, extras=number == 0):
             warnings.warn(f"{attempt}: {note}", stacklevel=2)
     return attempt.path
+
+
+def _count(name: str, given: Any) -> int | None:
+    """A whole number from 0, of whatever type: numpy's, or a tensor of one."""
+    if given is None:
+        return None
+    try:
+        number = operator.index(given)
+    except (TypeError, ValueError, RuntimeError):
+        number = -1
+    truth = isinstance(given, bool) or str(getattr(given, "dtype", "")).endswith("bool")
+    if truth or not 0 <= number < 1 << 63:
+        found = repr(given)[:40] if truth or number < 0 else "beyond int64"
+        raise layout.usage("is no whole number from 0", name, found, "a step or a rank")
+    return number
+
+
+def _require_undeclared(**declared: Any) -> None:
+    for name, value in declared.items():
+        if value is not None:
+            raise layout.usage("is declared when an attempt is made, and `into` has one", name, str(value)[:80])
 
 
 def _name(step: int | None, rank: int | None) -> str:
@@ -95,14 +122,16 @@ def _name(step: int | None, rank: int | None) -> str:
 
 def _dtypes(given: Any) -> dict[str, str]:
     each = dict(given) if isinstance(given, Mapping) else dict.fromkeys(SIDES, given)
+    if stray := [side for side in each if side not in SIDES]:
+        raise layout.usage("names no side", "dtype", str(stray[0])[:40], " and ".join(SIDES))
     return {side: request.dtype_name(dtype) for side, dtype in each.items() if dtype is not None}
 
 
 def _semantics(given: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
     if given == "raw":
         return {"logprobs": "raw", **UNPROCESSED}
-    if isinstance(given, str):
-        raise layout.usage("no such semantics", "semantics", given, '"raw", or an object')
+    if given is not None and not isinstance(given, Mapping):
+        raise layout.usage("no such semantics", "semantics", str(given)[:80], '"raw", or an object')
     return {"logprobs": "processed", **UNPROCESSED, **given} if given is not None else None
 
 
@@ -138,19 +167,48 @@ def _extra(name: str, values: Any, tokens: layout.Padded | layout.Flat | layout.
     """A tensor of the score file beside the logprobs: one number a sequence, or of advantages one a token."""
     sequences = tokens.cu_seqlens.size - 1
     if name == "prompt_index":
-        keys = values.tolist() if hasattr(values, "tolist") else list(values)
-        found = numbered(keys)
-    elif name == "advantages" and _of_tokens(values):
-        return _numbers(name, tokens.flat(name, values, np.nan)).astype(np.float32)
+        found = numbered(_keys(name, values))
+    elif name == "advantages" and _of_tokens(values, tokens):
+        return _single(name, _numbers(name, tokens.flat(name, values, np.nan)))
     else:
         found = layout.array(name, values)
+    kinds, what = ("iu", "integers") if name == "versions" else ("biuf", "numbers")
+    if found.size and found.dtype.kind not in kinds:
+        raise layout.usage(f"are no {what}", name, str(found.dtype), what)
     if found.shape != (sequences,):
         raise layout.usage("is not one a sequence", name, list(found.shape), [sequences])
-    if name == "advantages":
-        return found.astype(np.float32).repeat(np.diff(tokens.cu_seqlens))
-    return found.astype({"prompt_index": np.int32, "rewards": np.float32, "versions": np.int64}[name])
+    if name == "prompt_index":
+        return found
+    if name == "versions":
+        if found.dtype.kind == "u" and (found > np.iinfo(np.int64).max).any():
+            raise layout.usage("do not fit 64 bits", name, int(found.max()))
+        return found.astype(np.int64)
+    single = _single(name, found)
+    return single.repeat(np.diff(tokens.cu_seqlens)) if name == "advantages" else single
 
 
-def _of_tokens(values: Any) -> bool:
-    """Whether there is a number a token: a rectangle, or a list of sequences."""
-    return len(getattr(values, "shape", ())) == 2 or (isinstance(values, list | tuple) and np.ndim(values[0]) == 1)
+def _keys(name: str, values: Any) -> list[Any]:
+    """What tells prompts apart, one a sequence: texts, numbers, tuples of them."""
+    keys = layout.array(name, values).tolist() if hasattr(values, "detach") else values
+    try:
+        keys = keys.tolist() if isinstance(keys, np.ndarray) else list(keys)
+        set(keys)
+    except TypeError as error:
+        raise layout.usage("are no keys", "prompts", str(values)[:40], "a text or an integer a sequence") from error
+    return keys
+
+
+def _single(name: str, values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        single = values.astype(np.float32)
+    if (lost := np.isinf(single) & np.isfinite(values)).any():
+        raise layout.usage("do not fit a float32", name, str(values[lost][0]))
+    return single
+
+
+def _of_tokens(values: Any, tokens: layout.Padded | layout.Flat | layout.Ragged) -> bool:
+    """Whether there is a number a token: a rectangle, a list of sequences, or [T] beside flat tokens."""
+    if layout.of_sequences(values) or getattr(values, "ndim", 0) == 2:
+        return True
+    flat = isinstance(tokens, layout.Flat) and tokens.cu_seqlens.size - 1 != tokens.token_ids.size
+    return flat and np.shape(layout.array("advantages", values)) == tokens.token_ids.shape

@@ -23,6 +23,11 @@ class Padded:
             raise usage("attention_mask is of another shape than token_ids", "attention_mask", list(held.shape),
                         list(token_ids.shape))  # fmt: skip
         self._held = truth("attention_mask", held)
+        begins = np.diff(self._held.astype(np.int8), axis=1, prepend=0) == 1
+        if (holes := np.flatnonzero(begins.sum(1) > 1)).size:
+            place = [int(holes[0]), int(np.flatnonzero(begins[holes[0]])[1])]
+            raise usage("has a hole: padding stands before or behind a sequence's tokens", "attention_mask", place,
+                        "a token after padding in the first place of a row alone")  # fmt: skip
         self.token_ids = token_ids[self._held]
         self.cu_seqlens = np.cumsum([0, *self._held.sum(1)], dtype=np.int64)
 
@@ -44,12 +49,12 @@ class Flat:
     """token_ids [T], cu_seqlens [B+1]."""
 
     def __init__(self, token_ids: np.ndarray, cu_seqlens: np.ndarray) -> None:
-        bounds = cu_seqlens
-        whole = bounds.ndim == 1 and bounds.size > 1 and np.issubdtype(bounds.dtype, np.integer)
+        whole = cu_seqlens.ndim == 1 and cu_seqlens.size > 1 and np.issubdtype(cu_seqlens.dtype, np.integer)
+        bounds = cu_seqlens.astype(np.int64) if whole else cu_seqlens  # a difference of unsigned ones never falls
         if not whole or bounds[0] != 0 or bounds[-1] != token_ids.size or (np.diff(bounds) < 0).any():
             raise usage("does not rise from 0 to the number of tokens", "cu_seqlens", bounds.tolist(), token_ids.size)
         self.token_ids = token_ids
-        self.cu_seqlens = bounds.astype(np.int64)
+        self.cu_seqlens = bounds
 
     def flat(self, name: str, values: Any, fill: Any) -> np.ndarray:
         given = array(name, values)
@@ -63,13 +68,15 @@ class Ragged:
 
     def __init__(self, token_ids: Sequence[Any]) -> None:
         rows = [array(f"token_ids/{i}", row) for i, row in enumerate(token_ids)]
-        if bad := next((i for i, row in enumerate(rows) if row.ndim != 1), None):
+        if (bad := next((i for i, row in enumerate(rows) if row.ndim != 1), None)) is not None:
             raise usage("is no sequence of ids", f"token_ids/{bad}", list(rows[bad].shape), "[length]")
         self.token_ids = np.concatenate(rows)
         self.cu_seqlens = np.cumsum([0, *map(len, rows)], dtype=np.int64)
 
     def flat(self, name: str, values: Any, fill: Any) -> np.ndarray:
         lengths = np.diff(self.cu_seqlens).tolist()
+        if not hasattr(values, "__len__") or getattr(values, "ndim", 1) == 0:
+            raise usage("is no list of sequences, as token_ids is", name, type(values).__name__)
         if len(values) != len(lengths):
             raise usage("has another number of sequences than token_ids", name, len(values), len(lengths))
         parts: list[np.ndarray] = []
@@ -83,7 +90,13 @@ class Ragged:
 
 def of(token_ids: Any, attention_mask: Any, cu_seqlens: Any) -> Padded | Flat | Ragged:
     """The layout of what a caller gives. XdError 2 where it cannot be told, and for ids that are no integers."""
-    if isinstance(token_ids, list | tuple) and len(token_ids) and np.ndim(token_ids[0]):
+    if attention_mask is not None and cu_seqlens is not None:
+        raise usage("is given beside attention_mask, and each says whose the tokens are", "cu_seqlens",
+                    expected="one of them")  # fmt: skip
+    if of_sequences(token_ids) and attention_mask is None:
+        if cu_seqlens is not None:
+            raise usage("is given beside a list of sequences, which have their own bounds", "cu_seqlens",
+                        expected="token_ids [T]")  # fmt: skip
         found: Padded | Flat | Ragged = Ragged(token_ids)
     else:
         ids = array("token_ids", token_ids)
@@ -102,13 +115,29 @@ def of(token_ids: Any, attention_mask: Any, cu_seqlens: Any) -> Padded | Flat | 
     return found
 
 
+def of_sequences(values: Any) -> bool:
+    """Whether it is a list of lists, or of arrays."""
+    if not isinstance(values, list | tuple) or not values:
+        return False
+    return isinstance(values[0], list | tuple) or getattr(values[0], "ndim", 0) > 0
+
+
 def array(name: str, values: Any) -> np.ndarray:
-    """A numpy array of a torch tensor, on any device and of any dtype, or of whatever numpy takes."""
+    """A numpy array of a torch tensor, on any device and of any floating-point dtype that has one, or of whatever numpy
+    takes. XdError 2 for one that holds something else than numbers, or does not hold them all (a mask, a layout)."""
     if hasattr(values, "detach"):
-        values = values.detach()
-        if str(values.dtype) == "torch.bfloat16":  # numpy has none; float32 holds all of its values
-            values = values.float()
-        values = values.cpu().numpy()
+        try:
+            values = values.detach()
+            if str(values.dtype) == "torch.bfloat16":  # numpy has none; float32 holds all of its values
+                values = values.float()
+            values = values.cpu().numpy()
+        except (RuntimeError, TypeError) as error:  # sparse, nested, on no device, float8, quantised
+            raise usage("is no tensor that numpy can hold", name, f"{values.dtype}, {values.layout}, {values.device}",
+                        "a dense one of numbers") from error  # fmt: skip
+    if np.ma.isMaskedArray(values):
+        raise usage("is a masked array, whose mask would be lost", name, expected=".filled(float('nan'))")
+    if of_sequences(values):
+        values = [array(f"{name}/{i}", row) for i, row in enumerate(values)]
     try:
         found = np.asarray(values)
     except ValueError as error:  # lists of several lengths
@@ -120,6 +149,8 @@ def array(name: str, values: Any) -> np.ndarray:
 
 def truth(name: str, values: np.ndarray) -> np.ndarray:
     """A mask as bool, which may come as numbers. XdError 2 for one that weighs."""
+    if values.dtype.kind not in "biuf":
+        raise usage("is a mask of true and false, or 1 and 0", name, str(values.dtype), "booleans or numbers")
     if values.dtype != bool and not np.isin(values, (0, 1)).all():
         weight = values[~np.isin(values, (0, 1))][0]
         raise usage("is a mask of true and false, or 1 and 0", name, float(weight), "0 or 1")

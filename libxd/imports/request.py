@@ -124,7 +124,7 @@ def materialized(requested: Mapping[str, Any]) -> dict[str, Any]:
 
 def dtype_name(given: Any) -> str:
     """A dtype's canonical name: of a name, an alias, or torch's or numpy's own object."""
-    name = str(getattr(given, "name", given)).removeprefix("torch.")
+    name = str(given.__name__ if isinstance(given, type) else getattr(given, "name", given)).removeprefix("torch.")
     return knobs.DTYPE_ALIASES.get(name, name)
 
 
