@@ -16,8 +16,10 @@ import numpy as np
 
 from libxd import scores, streams, strictjson
 from libxd.errors import Status, XdError, of_exception
+from libxd.plain import shortened
 from libxd.tensors import TensorFile
 
+_MOST_INDEX = 2**63 - 1  # of an array("q")
 FORMS = (".jsonl", ".csv", ".safetensors")
 
 
@@ -179,13 +181,13 @@ def _named(names: Any, name: str, where: str) -> str:
 
 def _number(value: Any, where: str, name: str) -> float:
     number = math.nan
-    if isinstance(value, _Cell) and "_" not in value:  # which Python would take for a digit's neighbour
-        with contextlib.suppress(ValueError):
+    if isinstance(value, _Cell) and (not value.isascii() or "_" in value):
+        pass  # other digits, and 1_0, which Python would read
+    elif isinstance(value, _Cell | int | float) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):  # no number, or an integer beyond every float
             number = float(value)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        number = float(value)
     if not math.isfinite(number):
-        raise _bad(where, "is no finite number", path=f"/{name}", found=value)
+        raise _bad(where, "is no finite number", path=f"/{name}", found=_shown(value))
     return number
 
 
@@ -193,11 +195,18 @@ def _index(row: dict[str, Any], name: str, where: str) -> int:
     """A whole number from 0; -1 where the row says none."""
     if (value := row.get(name)) is None:
         return -1
-    if isinstance(value, _Cell) and value.isdecimal():
+    if isinstance(value, _Cell) and value.isascii() and value.isdecimal() and len(value) <= len(str(_MOST_INDEX)):
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise _bad(where, f"a {name} is a whole number from 0", path=f"/{name}", found=value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_INDEX:
+        raise _bad(where, f"a {name} is a whole number from 0", path=f"/{name}", found=_shown(value),
+                   expected=f"at most {_MOST_INDEX}")  # fmt: skip
     return value
+
+
+def _shown(value: Any) -> Any:
+    """A value as an error shows it: a long one by its beginning."""
+    text = str(value)
+    return value if len(text) <= 60 else shortened(text, 60)
 
 
 def _order(rows: _Rows, layout: Layout, path: str) -> list[int]:

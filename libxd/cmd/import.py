@@ -73,7 +73,7 @@ def cli(
 
     sides = SIDES if side == "both" else (side,)
     mapping = columns.mapping(mapped)
-    begin = runs is not None and partial(publish.begin, runs, experiment, **_declared(**declared))
+    begin = runs is not None and partial(publish.begin, runs, **_declared(str(experiment), **declared))
     for given in [None] if runs is not None else _attempt(console, into):
         with console.guard():
             target = Attempt.open(given) if given is not None else None
@@ -106,16 +106,17 @@ def _attempt(console: Console, into: str | None) -> Iterator[str]:
 
 
 def _declared(
-    name: str, dtypes: tuple[str, ...], checkpoint: str | None, tokenizer: Path | None, semantics: str | None,
-    rollout_mode: str | None, contract: str,
+    experiment: str, name: str, dtypes: tuple[str, ...], checkpoint: str | None, tokenizer: Path | None,
+    semantics: str | None, rollout_mode: str | None, contract: str,
 ) -> dict[str, Any]:  # fmt: skip
     """What `publish.begin` is told beside the batch; said wrong, it is refused before minutes of reading."""
     from libxd.imports import declarations
     from libxd.imports.request import Declared
 
     computed, processed = declarations.dtypes(dtypes), declarations.semantics(semantics)
-    return {"name": name,
-            "declared": Declared(computed, checkpoint, tokenizer, processed, rollout_mode, contract)}  # fmt: skip
+    judge = declarations.contract_source(contract)
+    return {"experiment_id": declarations.experiment(experiment), "name": name,
+            "declared": Declared(computed, checkpoint, tokenizer, processed, rollout_mode, judge)}  # fmt: skip
 
 
 def _add(console: Console, attempt: Attempt, read: Any) -> None:

@@ -221,8 +221,9 @@ class Evidence:
 
     @cached_property
     def dtypes(self) -> dict[str, str | None]:
-        """What each side's parameters are said to be: by its file, else, of an import, by whoever imported it."""
-        said = {file.side: file.metadata["dtypes"]["parameters"] for file in self.files}
+        """What each side's parameters are said to be: by its file, seen or (of an import) declared, else by its request."""
+        said = {file.side: file.metadata["dtypes"]["parameters"] or file.metadata.get("declared_dtype")
+                for file in self.files}  # fmt: skip
         requested = self.attempt.requested() if self.attempt is not None and None in said.values() else None
         if requested is None or requested["strategy"] != IMPORTED:
             return said

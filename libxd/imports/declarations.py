@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from libxd import contract
 from libxd.errors import Status, XdError
 from libxd.identity import UNPROCESSED
 from libxd.imports.request import dtype_name
 from libxd.knobs import DTYPES
-from libxd.rundir import SIDES
+from libxd.rundir import EXPERIMENT_ID, SIDES
 
 _PENALTIES = tuple(UNPROCESSED["penalties"])
 _NUMBERS = ("temperature", "top_p", "top_k", *_PENALTIES)
+#: name -> (whether a number can be that, in words), as the schema of semantics has it
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda number: 0 < number <= 100, "above 0, at most 100"),
+    "top_p": (lambda number: 0 < number <= 1, "above 0, at most 1"),
+    "top_k": (lambda number: number >= 0 and number == int(number), "a whole number; 0 for all tokens"),
+    "repetition": (lambda number: number > 0, "above 0; 1 is none"),
+}
 
 
 def dtypes(texts: Iterable[str]) -> dict[str, str]:
@@ -52,10 +60,10 @@ def semantics(text: str | None) -> dict[str, Any] | None:
         if name not in _NUMBERS or name in said or not math.isfinite(number):
             raise _usage(f"--semantics {text}", f"cannot be read at {part!r}",
                          f"raw, or numbers for {', '.join(_NUMBERS)}")  # fmt: skip
+        if name in _RANGES and not _RANGES[name][0](number):
+            raise _usage(f"--semantics {text}", f"{name} cannot be {value.strip()}", _RANGES[name][1])
         said[name] = number
     top_k = said.get("top_k", UNPROCESSED["top_k"])
-    if top_k != int(top_k):
-        raise _usage(f"--semantics {text}", "top_k is no whole number", "0 for all tokens")
     return {
         "logprobs": "processed",
         "temperature": said.get("temperature", UNPROCESSED["temperature"]),
@@ -63,6 +71,21 @@ def semantics(text: str | None) -> dict[str, Any] | None:
         "top_k": int(top_k),
         "penalties": {name: said.get(name, UNPROCESSED["penalties"][name]) for name in _PENALTIES},
     }
+
+
+def contract_source(name: str) -> str:
+    """The name of a numerical contract. XdError 2 for one that is none."""
+    if name not in contract.sources():
+        raise _usage(f"--contract {name}", "is no numerical contract", " or ".join(contract.sources()))
+    return name
+
+
+def experiment(name: str) -> str:
+    """An experiment's name. XdError 2 for one that cannot name a directory."""
+    if not EXPERIMENT_ID.match(name):
+        raise _usage(f"--experiment {name}", "is no name of an experiment",
+                     "letters, digits, '.', '_', '-'; no leading '.'")  # fmt: skip
+    return name
 
 
 def _usage(option: str, what: str, expected: str) -> XdError:

@@ -23,7 +23,7 @@ from libxd.imports.rows import Notes, Row
 _LINES = (".jsonl", ".ndjson")
 _CHUNK = 1 << 20
 _MOST = strictjson.MAX_BYTES  # of one object
-_BETWEEN = re.compile(r"[ \t\r\n,]*")
+_BETWEEN = re.compile(r"[ \t\r\n]*")
 
 
 def rows(path: Path, notes: Notes) -> Iterator[Row]:
@@ -102,7 +102,7 @@ def _constant(text: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
-_LENIENT = json.JSONDecoder()
+_LENIENT = json.JSONDecoder(parse_int=str)  # of integers that are too long to be read, too
 _NEAR = 32  # characters before the end: what is wrong there may only be cut off
 
 
@@ -121,7 +121,7 @@ def _first_line_is_whole(file: BinaryIO) -> bool:
 
 
 class _Laid:
-    """A file of objects between an outer pair of brackets, or beside one another, over any lines."""
+    """A file of a list of objects, or of objects one after another, over any lines."""
 
     def __init__(self, file: BinaryIO, where: str) -> None:
         self._file = file
@@ -133,28 +133,41 @@ class _Laid:
 
     def objects(self) -> Iterator[tuple[str, Any]]:
         """(file and line it begins on, value) of each."""
-        listed: str | None = None  # where a list begins, until it ends
-        first = True
-        while mark := self._next():
-            where = f"{self._where}:{self._line}"
-            if mark == "[" and first:
-                listed = where
+        if self._next() == "[":
+            yield from self._list()
+            return
+        while self._next():
+            yield self._one()
+
+    def _list(self) -> Iterator[tuple[str, Any]]:
+        begins = f"{self._where}:{self._line}"
+        self._move(self._at + 1)
+        mark = self._next()
+        while mark and mark != "]":
+            yield self._one()
+            mark = self._next()
+            if mark == ",":
                 self._move(self._at + 1)
-            elif mark == "]" and listed is not None:
-                self._move(self._at + 1)
-                if self._next():
-                    raise self._unexpected("nothing was expected after the list")
-                return
-            elif mark == "{":
-                yield where, self._object(where)
-            else:
-                raise self._unexpected("an object or a list of objects was expected here")
-            first = False
-        if listed is not None:
-            raise _cut_off(listed, "list")
+                mark = self._next()
+                if mark == "]":
+                    raise self._unexpected("an object was expected after the comma")
+            elif mark and mark != "]":
+                raise self._unexpected("a comma or the end of the list was expected")
+        if not mark:
+            raise _cut_off(begins, "list")
+        self._move(self._at + 1)
+        if self._next():
+            raise self._unexpected("nothing was expected after the list")
+
+    def _one(self) -> tuple[str, Any]:
+        """(file and line it begins on, value) of the object that begins here."""
+        if self._next() != "{":
+            raise self._unexpected("an object or a list of objects was expected here")
+        where = f"{self._where}:{self._line}"
+        return where, self._object(where)
 
     def _next(self) -> str:
-        """The next character that is neither space nor comma; "" at the end."""
+        """The next character that is no space; "" at the end."""
         while True:
             found = _BETWEEN.match(self._text, self._at)
             self._move(found.end() if found else self._at)
@@ -183,10 +196,6 @@ class _Laid:
         while True:
             try:
                 value, end = decoder.raw_decode(self._text, self._at)
-            except (_Suspect, RecursionError):
-                if decoder is _LENIENT:
-                    return _strictly(self._text[self._at :], where)
-                decoder = _LENIENT  # to find where it ends
             except json.JSONDecodeError as error:
                 unended = error.pos > len(self._text) - _NEAR or error.msg.startswith("Unterminated")
                 behind = error.pos - self._at
@@ -195,6 +204,10 @@ class _Laid:
                 if len(self._text) > _MOST:
                     raise XdError("one entry is too large", code="too-large", where=where, expected=f"at most {_MOST} "
                                   "characters", hint="write JSONL, one sequence a line") from error  # fmt: skip
+            except (_Suspect, RecursionError, ValueError):  # the last of an integer of more digits than are read
+                if decoder is _LENIENT:
+                    return _strictly(self._text[self._at :], where)
+                decoder = _LENIENT  # to find where it ends
             else:
                 text, at = self._text, self._at
                 self._move(end)

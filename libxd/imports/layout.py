@@ -75,6 +75,8 @@ class Ragged:
 
     def flat(self, name: str, values: Any, fill: Any) -> np.ndarray:
         lengths = np.diff(self.cu_seqlens).tolist()
+        if hasattr(values, "detach"):
+            values = array(name, values)
         if not hasattr(values, "__len__") or getattr(values, "ndim", 1) == 0:
             raise usage("is no list of sequences, as token_ids is", name, type(values).__name__)
         if len(values) != len(lengths):

@@ -2,7 +2,8 @@
 
 `begin` takes a new attempt for a batch, `add` a side of it; so two sides may come from two dumps, and the second must
 hold the tokens of the first. Nothing is copied from the request into what was seen: of an import that is the ids, the
-mask, the boundaries and the logprobs.
+mask, the boundaries and the logprobs. The dtype that was declared stands beside it, as declared, so that a score file
+by itself says it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from libxd.imports.batch import Batch, numbered, place
 from libxd.imports.record import UNKNOWN_SEMANTICS
 from libxd.imports.request import Declared
 from libxd.imports.spool import Spool
+from libxd.knobs import DTYPE_OF_SIDE
 from libxd.planner import IMPORTED
 from libxd.records import Case
 from libxd.rundir import SIDES, Attempt, RunDirectory
@@ -81,6 +83,7 @@ def add(
         "schema_version": SCORE_SCHEMA_VERSION, **stamp, "semantics": observed["semantics"],
         "mode": case.identity["rollout_mode"] if side == "rollout" else "teacher_forced",
         "dtypes": {"parameters": None, "logits": None}, "observed": observed,
+        "declared_dtype": case.requested["values"][DTYPE_OF_SIDE[side]],
     }  # fmt: skip
     name = f"score_{side}.safetensors"
     attempt.refuse_growth(name)

@@ -204,13 +204,17 @@ class Row:
         if not set(map(type, value)) <= types:
             at = next(index for index, item in enumerate(value) if type(item) not in types)
             raise self.error(name, f"{name} holds {_kind(value[at])}, not {what} alone", at=at, found=_shown(value[at]))
-        if type(None) in types:
-            return np.array([np.nan if item is None else item for item in value], np.float64)
         try:
+            if type(None) in types:
+                return np.array([np.nan if item is None else item for item in value], np.float64)
             return np.array(value, np.float64 if float in types else np.int64)
-        except OverflowError:
-            at = next(index for index, item in enumerate(value) if abs(item) > _MOST_ID)
-            raise self.error(name, "is no token id", at=at, found=value[at], expected=f"0 to {_MOST_ID}") from None
+        except OverflowError:  # an integer of JSON has any number of digits
+            most = _MOST_FLOAT32 if float in types else _MOST_ID
+            at = next(index for index, item in enumerate(value) if item is not None and abs(item) > most)
+            if float in types:
+                raise self.error(name, "does not fit a float32", at=at, found=_shown(value[at])) from None
+            raise self.error(name, "is no token id", at=at, found=_shown(value[at]),
+                             expected=f"0 to {_MOST_ID}") from None  # fmt: skip
 
     def _no_list(self, name: str, value: Any) -> XdError:
         if not isinstance(value, str):

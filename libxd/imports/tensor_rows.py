@@ -45,12 +45,13 @@ def of_torch(path: Path, lead: Sequence[str], inside: Sequence[str], notes: Note
             if not isinstance(row, Mapping):
                 raise XdError("holds something else than rows", code="not-an-object", where=where,
                               found=type(row).__name__)  # fmt: skip
-            yield Row({name: _plain(item) for name, item in row.items()}, where, notes)
+            yield Row({name: _plain(item, where, name) for name, item in row.items()}, where, notes)
         return
     if not isinstance(value, Mapping):
         raise XdError("holds no dict of columns and no list of rows", code="not-columns", where=str(path),
                       found=type(value).__name__)  # fmt: skip
-    yield from _rows({name: _plain(column) for name, column in value.items()}, str(path), lead, notes)
+    where = str(path)
+    yield from _rows({name: _plain(column, where, name) for name, column in value.items()}, where, lead, notes)
 
 
 class _Lazy:
@@ -87,14 +88,15 @@ def _rows(columns: Mapping[str, Any], where: str, lead: Sequence[str], notes: No
     if not count:
         raise XdError("holds no entry", code="empty", where=where, path=f"/{first}")
     for index in range(count):
-        yield Row(_Sliced(columns, index, count, first), where, notes, index=index)
+        yield Row(_Sliced(columns, index, count, first, where), where, notes, index=index)
 
 
 class _Sliced(Mapping[str, Any]):
     """One row of all columns, cut where it is asked for."""
 
-    def __init__(self, columns: Mapping[str, Any], index: int, count: int, lead: str) -> None:
+    def __init__(self, columns: Mapping[str, Any], index: int, count: int, lead: str, where: str) -> None:
         self._columns, self._index, self._count, self._lead = columns, index, count, lead
+        self._where = where
 
     def __getitem__(self, name: str) -> Any:
         column = self._columns[name]
@@ -102,7 +104,7 @@ class _Sliced(Mapping[str, Any]):
             return column
         if len(column) != self._count:
             return Misfit(len(column), self._count, self._lead)
-        return _plain(column[self._index])
+        return _plain(column[self._index], self._where, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
@@ -117,11 +119,16 @@ def _is_column(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
 
-def _plain(value: Any) -> Any:
-    """A torch tensor as an array of the same numbers; the rest as it is."""
+def _plain(value: Any, where: str, name: str) -> Any:
+    """A torch tensor as an array of the same numbers; the rest as it is. XdError 65 for one that no array can hold."""
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
         value = value.detach()
-        return (value.float() if "bfloat16" in str(value.dtype) else value).numpy()
+        try:
+            return (value.float() if "bfloat16" in str(value.dtype) else value).numpy()
+        except (RuntimeError, TypeError) as error:  # sparse, nested, without data, float8, quantised
+            raise XdError("is no dense tensor of numbers", code="bad-tensor", where=where, path=f"/{name}",
+                          found=f"{value.dtype}, {value.layout}, {value.device}",
+                          hint="save .to_dense() of it, or .float()") from error  # fmt: skip
     return value
 
 

@@ -6,6 +6,7 @@ A column that is mapped must be there.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ _OF_TOKEN = {"token_id": "token_ids", "active": "active", "logprob": "logprobs",
              "training_logprob": "training_logprobs", "advantage": "advantage"}  # fmt: skip
 _OF_SEQUENCE = ("prompt", "reward", "version")
 _INTEGERS = ("position", "token_id", "version")
+_LONG = 30  # characters; no integer here has as many
 _TRUTH = {"1": True, "0": False, "true": True, "false": False, "True": True, "False": False}
 
 
@@ -130,6 +132,9 @@ class _Table:
                     column = self._columns.get(name, name)
                     row.need(column, "" if column in row.names else f"--map {name}=COLUMN")
             numbers = {name: self._number(row, name, value) for name, value in values.items() if name != "sequence"}
+            if isinstance(values["sequence"], list | dict):
+                raise row.error(self._columns.get("sequence", "sequence"), "is no number and no text that names one",
+                                found=str(values["sequence"])[:60])  # fmt: skip
             yield _Token(row, {"sequence": values["sequence"], **numbers})
 
     def _named(self, row: Row, targets: Sequence[str]) -> dict[str, Any]:
@@ -152,12 +157,12 @@ class _Table:
             if value not in _TRUTH:
                 raise row.error(column, "is neither 0 nor 1", found=value)
             return _TRUTH[value]
-        try:
-            number = int(value) if target in _INTEGERS else float(value)
-        except ValueError:
-            number = math.nan
-        if not math.isfinite(number):
-            raise row.error(column, "is no number" if target not in _INTEGERS else "is no integer", found=value,
+        number: float = math.nan
+        if value.isascii() and "_" not in value:  # Python reads other digits, and 1_0
+            with contextlib.suppress(ValueError):
+                number = int(value) if target in _INTEGERS and len(value) < _LONG else float(value)
+        if not math.isfinite(number) or (target in _INTEGERS and type(number) is not int):
+            raise row.error(column, "is no number" if target not in _INTEGERS else "is no integer", found=value[:60],
                             hint="leave a cell empty where there is no value")  # fmt: skip
         return number
 
