@@ -181,11 +181,11 @@ def _named(names: Any, name: str, where: str) -> str:
 
 def _number(value: Any, where: str, name: str) -> float:
     number = math.nan
-    if isinstance(value, _Cell) and (not value.isascii() or "_" in value):
-        pass  # other digits, and 1_0, which Python would read
-    elif isinstance(value, _Cell | int | float) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError, OverflowError):  # no number, or an integer beyond every float
+    if isinstance(value, _Cell) and value.isascii() and "_" not in value:  # Python would take other digits, and 1_0
+        with contextlib.suppress(ValueError):
             number = float(value)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value)
     if not math.isfinite(number):
         raise _bad(where, "is no finite number", path=f"/{name}", found=_shown(value))
     return number

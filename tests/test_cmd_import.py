@@ -217,12 +217,16 @@ def test_a_message_is_an_object_with_log_json(xd):
      ("--into", "x", "--semantics", "raw"), (*NEW, "--map", "logprob=x"), NEW[:4],
      (*NEW, "--dtype", "float32"), (*NEW[:5], "middle=float32"), (*NEW[:5], "float8"),
      (*NEW, "--semantics", "warm"), (*NEW, "--semantics", "temperature=x"), (*NEW, "--semantics", "top_k=1.5"),
-     (*NEW, "--semantics", "temperature=1,temperature=2")],
+     (*NEW, "--semantics", "temperature=1,temperature=2"), (*NEW, "--semantics", "temperature=0"),
+     (*NEW, "--semantics", "top_p=1.5"), (*NEW, "--semantics", "top_k=-1"), (*NEW, "--semantics", "repetition=0"),
+     (*NEW, "--contract", "x"), (*NEW[:3], "../x", *NEW[4:])],
 )  # fmt: skip
 def test_mistakes_of_usage(xd, tmp_path, words):
     ran = xd("xd-import", "trl", DUMPS / "trl.jsonl", "--side", "both", *words)
     assert (ran.status, ran.out) == (2, ""), ran.err
     assert len(ran.err.splitlines()) == 1 and not (tmp_path / "runs").exists()
+    if words[: len(NEW)] == NEW or "../x" in words:
+        assert (words[len(NEW)] if len(words) > len(NEW) else "--experiment ../x") in ran.err
 
 
 def test_an_attempt_that_was_scored_or_is_sealed_takes_no_import(xd, tmp_path):

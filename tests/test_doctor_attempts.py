@@ -20,7 +20,7 @@ from libxd import comparison, doctor, pairs, schema, tensors
 from libxd.doctor import aggregates, at_hand, diagnosis, repeats, series, text, vocabulary
 from libxd.doctor.evidence import Evidence
 from libxd.errors import Status, XdError
-from libxd.rundir import Attempt
+from libxd.rundir import SIDES, Attempt
 
 LENGTHS = (10,) * 12
 TOKENS = sum(LENGTHS)
@@ -140,6 +140,15 @@ def test_the_declared_dtypes_of_imports_are_a_ladders(tmp_path):
     assert [each.answer for each in answers if each] == ["rounding", "rounding"]
     much = looked(imported(tmp_path, "bfloat16", 0.5))
     assert "more-than-rounding" in [each.cause for each in diagnosis.of_pair(much).findings]
+
+
+def test_the_declared_dtypes_stand_in_the_files_themselves(tmp_path):
+    """Two score files of an import say what was declared, not as seen, without their attempt."""
+    made = imported(tmp_path, "bfloat16", 0.03)
+    pair = pairs.of_files([made.file(f"score_{side}.safetensors") for side in SIDES])
+    alone = Evidence.of_pair(pair)
+    assert alone.attempt is None and alone.dtypes == dict.fromkeys(SIDES, "bfloat16")
+    assert [file.metadata["dtypes"]["parameters"] for file in alone.files] == [None, None]
 
 
 def test_a_side_that_differs_from_itself(tmp_path):

@@ -9,6 +9,7 @@ import pickle
 import random
 import re
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -116,6 +117,11 @@ LAID: dict[str, tuple[str, int, str]] = {
     "an error within an object": (f'[\n{GOOD},\n{{"prompt_ids":\n [5 6],\n "x": 1}}\n]', 4, "not JSON: Expecting ','"),
     "NaN within a list": ("[\n" + GOOD.replace("-1.5,", "NaN,") + "\n]", 2, "NaN is not JSON"),
     "something after the list": (f"[\n{GOOD}\n]\n{GOOD}", 4, "nothing was expected after the list"),
+    "commas before a list's first": (f"[,,\n{GOOD}]", 1, "an object or a list of objects was expected"),
+    "a comma behind a list's last": (f"[{GOOD},\n]", 2, "an object was expected after the comma"),
+    "two commas": (f"[{GOOD},\n,{GOOD}]", 2, "an object or a list of objects was expected"),
+    "no comma": (f"[{GOOD}\n{GOOD}]", 2, "a comma or the end of the list"),
+    "commas without a list": (f"{GOOD},\n{GOOD}", 1, "an object or a list of objects was expected"),
     "a list of numbers": ("[\n1, 2]", 2, "an object or a list of objects was expected"),
     "a text": ('"x"', 1, "an object or a list of objects was expected"),
     "a byte order mark": ("\ufeff[]", 1, "an object or a list of objects was expected"),
@@ -222,6 +228,11 @@ CELLS = {
     "a mask that is none": ("a,4,9,1", "a,4,9,yes", 6, "neither 0 nor 1"),
     "a sequence in two places": ("b,3,13,1", "a,0,13,1", 11, "stand apart"),
     "another reward within a sequence": ("b,3,13,1,,-0.125,-1.0", "b,3,13,1,,-0.125,-2.0", 11, "differs within"),
+    "an underscore in an id": ("b,2,12,0", "b,2,1_2,0", 10, "is no integer"),
+    "an underscore in a logprob": ("b,3,13,1,,-0.125", "b,3,13,1,,-0.1_25", 11, "is no number"),
+    "other digits": ("b,2,12,0", "b,2,\uff11\uff12,0", 10, "is no integer"),
+    "an id of 5000 digits": ("b,2,12,0", f"b,2,{'9' * 5000},0", 10, "is no integer"),
+    "a version of 400 digits": ("b,3,13,1,,-0.125,-1.0,7", f"b,3,13,1,,-0.125,-1.0,{'9' * 400}", 11, "is no integer"),
     "a column twice": ("sequence,position", "sequence,sequence", 1, "stands twice"),
     "a quote that does not end": ("b,3,13,1", 'b,"3,13,1', 11, "not CSV"),
 }
@@ -403,6 +414,63 @@ def test_whatever_is_broken_is_an_error_and_no_accident(tmp_path):
             assert all("\n" not in issue.line() for issue in error.issues)
         path.unlink()
     assert outcomes["read"] > 50 and outcomes["bad-field"] > 50 and outcomes["truncated"] > 5, outcomes
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_an_integer_of_any_length_anywhere_is_read_or_refused(digits, tmp_path):
+    """In place of each number of each dump; a text of as many digits would be another thing."""
+    refused = Counter()
+    for dump in sorted(DUMPS.glob("*.json*")):
+        name = next((name for name in formats.NAMES if dump.stem.replace("_", "-").startswith(name)), "jsonl")
+        text = dump.read_text()
+        whole = json.loads(text if dump.suffix == ".json" else text.splitlines()[0])
+        of = formats.named(name, {})
+        for container, key in list(_places(whole)):
+            if type(kept := container[key]) not in (int, float):
+                continue
+            container[key] = "@"
+            path = tmp_path / "dump.json"
+            path.write_text(json.dumps(whole, indent=1).replace('"@"', "9" * digits))
+            container[key] = kept
+            try:
+                list(formats.records(of, [path], of.sides or ("rollout",), Notes()))
+            except XdError as error:
+                assert error.status == Status.INVALID and len(error.issues[0].line()) < 900, error.line()
+                refused[name] += 1
+    assert set(refused) == {*formats.NAMES} - {"csv", "parquet"} and min(refused.values()) > 8, refused
+
+
+def test_tensors_of_other_kinds_are_refused(tmp_path):
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "batch.pt"
+    plain = torch.tensor([[-0.5, -1.0], [-1.5, -2.0]])
+    columns = {"prompt_ids": torch.tensor([[5], [6]]), "completion_ids": torch.tensor([[8, 9], [8, 9]])}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of nested and quantised ones being young or old
+        kinds = {
+            "plain": plain, "bfloat16": plain.bfloat16(), "sparse": plain.to_sparse(), "meta": plain.to("meta"),
+            "float8": plain.to(torch.float8_e4m3fn), "nested": torch.nested.nested_tensor(list(plain)),
+            "conj": plain.to(torch.complex64).conj(),
+            "quantised": torch.quantize_per_tensor(plain, 0.1, 0, torch.qint8),
+        }  # fmt: skip
+        for kind, tensor in kinds.items():
+            torch.save({**columns, "old_per_token_logps": tensor}, path)
+            if kind in ("plain", "bfloat16"):
+                assert len(list(formats.records(formats.named("trl", {}), [path], ["training"], Notes()))) == 2
+            else:
+                error = fails("trl", path, ("training",))
+                assert error.status == Status.INVALID and error.code in ("bad-tensor", "bad-torch-file"), error.line()
+
+
+@pytest.mark.parametrize("sequence", [[[0], [0]], [{"a": 0}, {"a": 0}]])
+def test_a_sequence_of_a_parquet_is_named_by_one_value(sequence, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "table.parquet"
+    parquet.write_table(pyarrow.table({"sequence": sequence, "token_id": [1, 2], "logprob": [-1.0, -2.0]}), path)
+    error = fails("parquet", path)
+    assert error.path == "/sequence" and "no number and no text" in error.line()
 
 
 def test_a_fifo_is_not_waited_for(tmp_path):

@@ -221,7 +221,7 @@ class Evidence:
 
     @cached_property
     def dtypes(self) -> dict[str, str | None]:
-        """What each side's parameters are said to be: by its file, seen or (of an import) declared, else by its request."""
+        """What each side's parameters are said to be: seen, else (of an import) declared."""
         said = {file.side: file.metadata["dtypes"]["parameters"] or file.metadata.get("declared_dtype")
                 for file in self.files}  # fmt: skip
         requested = self.attempt.requested() if self.attempt is not None and None in said.values() else None
