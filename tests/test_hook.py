@@ -231,6 +231,9 @@ def test_zeros_under_a_mask_that_is_too_wide_are_warned_of(tmp_path):
         ({"versions": [1.5, np.nan]}, "no integers"),
         ({"versions": np.array([1, 2**63], np.uint64)}, "64 bits"),
         ({"semantics": 5}, "no such semantics"),
+        ({"checkpoint": 5}, "/checkpoint: is no path"),
+        ({"tokenizer": "a\nb"}, "/tokenizer: no line"),
+        ({"into": 5}, "/into: is no path"),
         ({"dtype": int}, "no default"),
         ({"dtype": {"rollout": "float32", "training": "float32", "trainer": "bf16"}}, "names no side"),
     ],
@@ -324,6 +327,9 @@ def test_a_path_that_no_line_holds_is_refused(tmp_path):
 def test_an_experiment_is_named_and_a_place_can_be_written(tmp_path):
     with pytest.raises(XdError, match="bad experiment id"):
         libxd.write_scores(tmp_path, "../mine", **padded(), **SAID)
+    for runs, experiment in ((tmp_path, 5), (5, "mine")):
+        with pytest.raises(XdError, match="is no name|is no path"):
+            libxd.write_scores(runs, experiment, **padded(), **SAID)  # type: ignore[arg-type]
     (tmp_path / "file").write_text("")
     with pytest.raises(XdError) as caught:
         libxd.write_scores(tmp_path / "file", "mine", **padded(), **SAID)

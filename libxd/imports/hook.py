@@ -73,8 +73,9 @@ def write_scores(
     given = {side: values for side, values in (("rollout", rollout), ("training", training)) if values is not None}
     if not given:
         raise layout.usage("neither rollout nor training logprobs are given", "rollout")
-    if any(char in os.fspath(runs) for char in "\n\r\0"):
-        raise layout.usage("no line of a pipe can hold this path", "runs", os.fspath(runs))
+    _require_paths(runs=runs, checkpoint=checkpoint, tokenizer=tokenizer, into=into)
+    if not isinstance(experiment, str):
+        raise layout.usage("is no name", "experiment", type(experiment).__name__, "a text")
     step, rank = _count("step", step), _count("rank", rank)
     batch = _batch(layout.of(token_ids, attention_mask, cu_seqlens), active_mask, given, {
         "prompt_index": prompts, "advantages": advantages, "rewards": rewards, "versions": versions,
@@ -107,6 +108,14 @@ def _count(name: str, given: Any) -> int | None:
         found = repr(given)[:40] if truth or number < 0 else "beyond int64"
         raise layout.usage("is no whole number from 0", name, found, "a step or a rank")
     return number
+
+
+def _require_paths(**given: Any) -> None:
+    for name, path in given.items():
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise layout.usage("is no path", name, type(path).__name__, "a text or a Path")
+        if path is not None and any(char in os.fspath(path) for char in "\n\r\0"):
+            raise layout.usage("no line of a pipe can hold this path", name, os.fspath(path))
 
 
 def _require_undeclared(**declared: Any) -> None:
