@@ -328,7 +328,7 @@ def test_an_experiment_is_named_and_a_place_can_be_written(tmp_path):
     with pytest.raises(XdError, match="bad experiment id"):
         libxd.write_scores(tmp_path, "../mine", **padded(), **SAID)
     for runs, experiment in ((tmp_path, 5), (5, "mine")):
-        with pytest.raises(XdError, match="is no name|is no path"):
+        with pytest.raises(XdError, match=r"is no name|is no path"):
             libxd.write_scores(runs, experiment, **padded(), **SAID)  # type: ignore[arg-type]
     (tmp_path / "file").write_text("")
     with pytest.raises(XdError) as caught:
