@@ -21,6 +21,8 @@ from libxd.tensors import TensorFile
 
 _MOST_INDEX = 2**63 - 1  # of an array("q")
 FORMS = (".jsonl", ".csv", ".safetensors")
+#: beyond this no square or sum of squares would be left
+LARGEST = 1e100
 
 
 class Layout(NamedTuple):
@@ -49,7 +51,8 @@ class Layout(NamedTuple):
 @dataclass(frozen=True)
 class Column:
     """values: float64 [B], or [T] where `level` is "token" (what stands at inactive tokens means nothing); finite
-    wherever a token is active. groups: [B], what stood in the column of groups; None without one."""
+    and no larger than LARGEST wherever a token is active. groups: [B], what stood in the column of groups; None without
+    one."""
 
     level: str
     values: np.ndarray
@@ -167,6 +170,8 @@ def _take(rows: _Rows, where: str, row: dict[str, Any], name: str, group: str | 
     if group is not None:
         if group not in row:
             raise _bad(where, "has no group", path=f"/{group}", found=sorted(row))
+        if row[group] is None or (isinstance(row[group], str) and not row[group].strip()):
+            raise _bad(where, "names no group", path=f"/{group}", found=row[group])
         rows.groups.append(row[group])
 
 
@@ -274,6 +279,10 @@ def _laid(values: np.ndarray, layout: Layout, where: str, groups: list[Any] | No
 
 
 def _require_finite(column: Column, layout: Layout, path: Path, name: str) -> None:
+    large = np.abs(np.where(np.isfinite(column.values), column.values, 0)) > LARGEST
+    if (large := large & layout.active if column.level == "token" else large).any():
+        raise _bad(str(path), f"a {name} is too large to reckon with", found=column.values[large][0],
+                   expected=f"no more than {LARGEST:g}")  # fmt: skip
     if column.level == "token":
         bad = np.flatnonzero(layout.active & ~np.isfinite(column.values))
         if bad.size:

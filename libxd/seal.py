@@ -88,6 +88,12 @@ def verify(attempt: Attempt) -> list[Problem]:
     return problems or _misnamed(attempt, sealed)
 
 
+def require_untampered(attempt: Attempt) -> None:
+    """XdError 65 where the attempt is sealed and not what its seal says. One that is not sealed is for who asks."""
+    if attempt.has(SEAL) and (problems := verify(attempt)):
+        raise XdError(f"sealed, but {problems[0]}", code="tampered", where=str(attempt))
+
+
 def _names(attempt: Attempt) -> list[str]:
     try:
         return sorted(name for name in os.listdir(attempt.path) if not name.startswith(publish.TEMPORARY_PREFIX))

@@ -88,7 +88,10 @@ def cli(
         return
     far = bisection.far_end(plan)
     directions = bisect.DIRECTIONS if direction == "both" else (direction,)
-    look = _look(console, RunDirectory(runs, far["experiment_id"]), policy)
+    run = RunDirectory(runs, far["experiment_id"])
+    if not as_rows and not (run.path / "cases").is_dir():
+        console.info(f"{run.path}: there is no attempt under it")
+    look = _look(console, run, policy)
     found = bisection.examine(far, trial.Question(by, above), look, directions, repeats, jobs)
     if as_rows:
         for line in planner.encode(found.rows):

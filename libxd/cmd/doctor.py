@@ -37,7 +37,8 @@ _COLOURS = {"bug": "red", "rounding": "green", "undecided": "yellow", "nothing":
 @click.option("--reported", multiple=True, metavar="NAME=VALUE", help="A figure that somebody reports of this pair "
               "(mean_absolute, mean_signed, max_absolute, k1, k2, k3): is it that of the tokens? "
               "May be repeated.")  # fmt: skip
-@click.option("--series", is_flag=True, help="The attempts are a run's steps in order: look for a jump.")
+@click.option("--series", is_flag=True, help="The attempts are a run's steps: look for a jump. In the order of the "
+              "steps that imports say; otherwise as they are given.")  # fmt: skip
 @click.option("--rules", is_flag=True, help="Print each detector's rule, false alarms and smallest sample, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print each diagnosis (or rule) as a line of JSON, not as text.")
 @click.option("--exit-code", is_flag=True, help="Answer 1 where something is found, or could not be read.")
@@ -67,8 +68,9 @@ def cli(
             with console.guard(str(evidence.attempt or evidence.rollout.path)):
                 known = at_hand.known(evidence, sequences=sequences, directories=directories, model=rescore or model,
                                       reported=figures, rescore=rescore is not None)  # fmt: skip
+                evidence = evidence.with_known(known)
                 rungs.append(diagnosis.rung(evidence))
-                evidences.append(evidence.with_known(known))
+                evidences.append(evidence)
                 read = True
         unread |= not read
     if series:

@@ -101,7 +101,15 @@ def _pairs(console: Console, paths: tuple[str, ...]) -> Iterator[tuple[str, Call
         yield " ".join(paths), lambda: pairs.of_files(paths)
         return
     for path in console.operands(paths, "attempts"):
-        yield path, lambda path=path: pairs.of_attempt(Attempt.open(path))
+        yield path, lambda path=path: _of_attempt(path)
+
+
+def _of_attempt(path: str) -> Pair:
+    from libxd import pairs, seal
+
+    attempt = Attempt.open(path)
+    seal.require_untampered(attempt)
+    return pairs.of_attempt(attempt)
 
 
 def _refuse_contradictions(options: dict[str, Any]) -> None:

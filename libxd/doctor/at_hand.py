@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def known(
     sequences: str | None = None,
     directories: Iterable[str] = (),
     model: str | None = None,
-    reported: Mapping[str, float] | None = None,
+    reported: Mapping[str, Decimal] | None = None,
     rescore: bool = False,
 ) -> Known:
     """directories: of tokenizers or models, for what they say of ids. model: the checkpoint to rescore with or to name.
@@ -49,20 +50,20 @@ def known(
     )
 
 
-def reported(given: Iterable[str]) -> dict[str, float]:
-    """NAME=VALUE of --reported. XdError 2 for another name, or no number."""
-    found: dict[str, float] = {}
+def reported(given: Iterable[str]) -> dict[str, Decimal]:
+    """NAME=VALUE of --reported, with the digits that were written. XdError 2 for another name, or no number."""
+    found: dict[str, Decimal] = {}
     for each in given:
         name, _, value = each.partition("=")
         if name not in aggregates.NAMES:
             raise XdError("no aggregate of that name", status=Status.USAGE, code="bad-aggregate", where="--reported",
                           found=name, expected=" ".join(aggregates.NAMES))  # fmt: skip
         try:
-            found[name] = float(value)
-        except ValueError:
+            found[name] = Decimal(value)
+        except InvalidOperation:
             raise XdError("no number", status=Status.USAGE, code="bad-aggregate", where=f"--reported {name}",
                           found=value) from None  # fmt: skip
-        if not np.isfinite(found[name]):
+        if not found[name].is_finite() or not np.isfinite(float(found[name])):
             raise XdError("no finite number", status=Status.USAGE, code="bad-aggregate", where=f"--reported {name}",
                           found=value)  # fmt: skip
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from libxd.doctor.evidence import Evidence
@@ -9,10 +10,11 @@ from libxd.doctor.finding import FACT, Finding, Rule
 
 RULE = Rule(
     "contract",
-    ("identity", "artifact"),
+    ("tampered", "identity", "artifact"),
     "The attempt's comparison.json is INVALID_IDENTITY or INVALID_ARTIFACT: its entries, as they stand, but for what "
-    "was not shown and is pinned nowhere; that is listed under what was not looked at.",
-    "None: what the engines showed.",
+    "was not shown and is pinned nowhere; that is listed under what was not looked at. Of a sealed attempt first: its "
+    "files are not what its seal says: tampered, and then no other detector is asked.",
+    "None: digests, and what the engines showed.",
 )
 _SHOWN = 5
 #: codes of `judge.violations` for what was neither seen nor given
@@ -20,6 +22,11 @@ _NOT_SHOWN = ("unobservable", "unpinned")
 
 
 def examine(evidence: Evidence) -> Finding | None:
+    if evidence.tampered:
+        return Finding("tampered", FACT, "the attempt is not what was sealed, and no evidence",
+                       _first([str(problem) for problem in evidence.tampered]),
+                       [f"xd-seal --verify {shlex.quote(str(evidence.attempt))}",
+                        "score the case anew, or take the attempt from where it was sealed"])  # fmt: skip
     violations, problems = _judged(evidence)
     lines = [f"{each['side']}: {each['code']} at {each['path']}: {each['observed']} instead of {each['expected']}"
              for each in violations if each["code"] not in _NOT_SHOWN]  # fmt: skip
@@ -27,9 +34,12 @@ def examine(evidence: Evidence) -> Finding | None:
     lines += [f"{each['side']}: {each['code']}: {each['detail']}" for each in problems]
     if not lines:
         return None
-    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return Finding(cause, FACT, "the engines did not score what the case says", lines[:_SHOWN] + more,
+    return Finding(cause, FACT, "the engines did not score what the case says", _first(lines),
                    ["mend this first: numbers of other tokens, weights or states say nothing"])  # fmt: skip
+
+
+def _first(lines: list[str]) -> list[str]:
+    return lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
 
 
 def not_shown(evidence: Evidence) -> str | None:

@@ -79,20 +79,31 @@ def of_pair(evidence: Evidence, climbed: Ladder | None = None) -> Diagnosis:
 
 
 def together(evidences: Sequence[Evidence], in_order: bool) -> Diagnosis | None:
-    """What several attempts show beside one another; in_order: they are steps. None where they show nothing."""
+    """What several attempts show beside one another; in_order: they are steps, and
+    `silent` says so where only who asks knows their order. A tampered one is left out. None where they show nothing."""
+    evidences = [each for each in evidences if not each.tampered]
+    silent = {}
+    if in_order:
+        evidences, why = series.ordered(evidences)
+        silent = {series.RULE.detector: why} if why else {}
     findings = [*repeats.examine(evidences), *(series.examine(evidences) if in_order else [])]
-    if not findings:
+    if not findings and not silent:
         return None
     findings.sort(key=lambda finding: -finding.likelihood)
     return Diagnosis([str(each.attempt) for each in evidences], None, sum(each.count for each in evidences),
-                     sum(int(each.sequences.size) for each in evidences), None, None, findings, {})  # fmt: skip
+                     sum(int(each.sequences.size) for each in evidences), None, None, findings, silent)  # fmt: skip
 
 
 def rung(evidence: Evidence) -> Rung | None:
-    """An attempt as a rung; None for what was not judged, or does not say its dtypes. XdError for damaged records."""
+    """An attempt as a rung; None for what was not judged, is tampered with, or does not say its dtypes.
+
+    XdError for damaged records.
+    """
     attempt = evidence.attempt
     known = all(dtype in roundoff.UNIT_ROUNDOFF for dtype in evidence.dtypes.values())
-    return ladder.read(attempt) if attempt is not None and known and attempt.has("comparison.json") else None
+    if attempt is None or not known or not attempt.has("comparison.json") or evidence.tampered:
+        return None
+    return ladder.read(attempt)
 
 
 def climbed(rungs: Iterable[Rung]) -> dict[str, Ladder]:
@@ -116,6 +127,8 @@ def _figures(evidence: Evidence) -> dict[str, float] | None:
 
 
 def _answer(evidence: Evidence, findings: list[Finding], climbed: Ladder | None) -> Answer:
+    if evidence.tampered:
+        return Answer("undecided", "the attempt is not what was sealed", "nothing", [])
     if climbed is not None and climbed.judgement.answer != "undecided":
         judged = climbed.judgement
         return Answer(judged.answer, f"{judged.why}, on a ladder of {len(climbed.rungs)} rungs", "ladder", [])

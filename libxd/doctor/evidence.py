@@ -8,19 +8,21 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from libxd import seal
 from libxd.diagnostics import locate
 from libxd.doctor.rescoring import Rescored
 from libxd.doctor.vocabulary import Vocabulary
 from libxd.knobs import DTYPE_OF_SIDE
 from libxd.pairs import Pair
 from libxd.planner import IMPORTED
-from libxd.rundir import SIDES, Attempt
+from libxd.rundir import SEAL, SIDES, Attempt
 from libxd.scores import ScoreFile
 from libxd.sequences import Sequences
 
@@ -33,13 +35,14 @@ _STRATA, _LEAST_A_STRATUM = 10, 16
 class Known:
     """What is at hand beside the two score files.
 
-    reported: name -> value of an aggregate that somebody reports. model: a checkpoint directory to name in commands.
+    reported: name -> value of an aggregate that somebody reports, as it is written. model: a checkpoint
+    directory to name in commands.
     """
 
     sequences: Sequences | None = None
     vocabulary: Vocabulary | None = None
     rescored: Rescored | None = None
-    reported: Mapping[str, float] = field(default_factory=dict)
+    reported: Mapping[str, Decimal | float] = field(default_factory=dict)
     model: str | None = None
 
     def has(self, name: str) -> bool:
@@ -71,6 +74,11 @@ class Evidence:
     @property
     def files(self) -> tuple[ScoreFile, ScoreFile]:
         return self.rollout, self.training
+
+    @cached_property
+    def tampered(self) -> list[seal.Problem]:
+        """In which ways a sealed attempt is not what was sealed; [] of one that is not sealed. Digests every file."""
+        return seal.verify(self.attempt) if self.attempt is not None and self.attempt.has(SEAL) else []
 
     @cached_property
     def side_by_side(self) -> bool:

@@ -14,7 +14,7 @@ RULE = Rule(
     "few-tokens",
     ("few-tokens",),
     "A token's |d| is more than 50 times the 98th percentile of all |d|, and more than 50 times what rounding makes of "
-    "mean |d| (that is 1.6 nats in bfloat16, 0.2 in float16, 7.6e-4 in float32 and unknown dtypes).",
+    "mean |d| (that is 1.6 nats in bfloat16 and unknown dtypes, 0.2 in float16, 7.6e-4 in float32).",
     "Of the clean pairs none (docs/doctor.md): there it is 4 times, and 13 in synthetic ones. Top-k routing flips an "
     "expert by rounding now and then, and is named.",
     least_tokens=64,

@@ -23,6 +23,7 @@ from libxd.doctor import (
     semantics,
     sentinels,
     size,
+    temperature,
     third_scorer,
     token_ids,
     truncation,
@@ -34,8 +35,8 @@ from libxd.doctor.finding import Finding, Rule
 
 #: facts first; of findings as likely, the earlier one is the nearer to a cause
 _MODULES = (
-    contract, token_ids, lengths, vacuous, masks, sentinels, semantics, aggregates, third_scorer, grid, lag,
-    truncation, wrong_token, labels, padding, head, positions, batches, outliers, few_tokens, bias, size,
+    contract, token_ids, lengths, vacuous, masks, sentinels, semantics, temperature, aggregates, third_scorer, grid,
+    lag, truncation, wrong_token, labels, padding, head, positions, batches, outliers, few_tokens, bias, size,
 )  # fmt: skip
 DETECTORS: tuple[tuple[Rule, Callable[[Evidence], Finding | None]], ...] = tuple(
     (module.RULE, module.examine) for module in _MODULES
@@ -53,7 +54,11 @@ class Examined:
 
 
 def examined(evidence: Evidence) -> Examined:
-    """Every detector asked, as far as its sample and its needs are met."""
+    """Every detector asked, as far as its sample and its needs are met; of a tampered attempt none but the contract."""
+    if evidence.tampered:
+        why = "the attempt is not what was sealed"
+        return Examined(list(filter(None, [contract.examine(evidence)])),
+                        {rule.detector: why for rule, _ in DETECTORS if rule is not contract.RULE})  # fmt: skip
     findings, silent = [], {}
     for rule, examine in DETECTORS:
         if (why := _cannot(rule, evidence)) is not None:
@@ -62,6 +67,8 @@ def examined(evidence: Evidence) -> Examined:
             findings.append(finding)
     if (why := contract.not_shown(evidence)) is not None:
         silent[contract.RULE.detector] = why
+    if (why := size.not_looked_at(evidence)) is not None:
+        silent[size.RULE.detector] = why
     return Examined(_merged(sorted(findings, key=lambda finding: -finding.likelihood)), silent)
 
 

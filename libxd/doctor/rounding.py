@@ -1,7 +1,7 @@
 """What rounding alone may make of a pair, by what its sides computed in: the limits that `roundoff` gives a ladder.
 
-A 135M model's factors stand behind them (docs/ladder.md). Where a dtype is unknown the limits are float32's: then a
-detector rests on its other conditions.
+A 135M model's factors stand behind them (docs/ladder.md). Where a dtype is unknown the limits are those of the
+coarsest one: what bfloat16 makes without a mistake is then no alarm.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from libxd import roundoff
 from libxd.doctor.evidence import Evidence
 
 _FINEST = "float32"
+_COARSEST = max(roundoff.UNIT_ROUNDOFF, key=lambda dtype: roundoff.UNIT_ROUNDOFF[dtype])
 
 
 def coarser_dtype(evidence: Evidence) -> str | None:
@@ -21,7 +22,10 @@ def coarser_dtype(evidence: Evidence) -> str | None:
 
 
 def usual_mean(evidence: Evidence) -> float:
-    """Of |d|, in nats: 8 roundoffs (bfloat16 0.031, float16 0.0039), of float32 32 times as many (1.5e-5)."""
-    dtype = coarser_dtype(evidence) or _FINEST
+    """Of |d|, in nats: 8 roundoffs (bfloat16 0.031, float16 0.0039), of float32 32 times as many (1.5e-5).
+
+    Of unknown dtypes as of bfloat16.
+    """
+    dtype = coarser_dtype(evidence) or _COARSEST
     factor = roundoff.LEAST_FACTOR["mean"] * (roundoff.LIMIT if dtype == _FINEST else 1)
     return factor * roundoff.UNIT_ROUNDOFF[dtype]

@@ -1,34 +1,20 @@
-"""Semantics: the two sides mean other logprobs by what they declare, or look so by how d goes with the logprob."""
+"""Semantics: the two sides mean other logprobs by what they declare."""
 
 from __future__ import annotations
 
-import numpy as np
-
 from libxd.doctor.evidence import Evidence
-from libxd.doctor.finding import FACT, HINT, Finding, Rule
-from libxd.doctor.rounding import usual_mean
-from libxd.doctor.statistics import means_by, rank_correlation, two_sided
+from libxd.doctor.finding import FACT, Finding, Rule
 from libxd.rundir import SIDES
-
-_CORRELATION, _P = 0.3, 0.01
 
 RULE = Rule(
     "semantics",
-    ("semantics", "temperature-like"),
-    "The two files declare another temperature, truncation or penalty: semantics, a fact. Otherwise, of 128 tokens of "
-    "8 sequences or more: mean |d| is more than rounding makes (bfloat16 0.031 nats, float16 0.0039, float32 and "
-    "unknown dtypes 1.5e-5), the rank correlation of training - rollout with the logprob is beyond 0.3 over all, and "
-    "of one sign in so many sequences that coins would do so once in 100 times: temperature-like, a hint.",
-    "Of the clean pairs none (docs/doctor.md): there the correlation reaches 0.21.",
+    ("semantics",),
+    "The two files declare another temperature, truncation or penalty.",
+    "None: what the files declare.",
 )
-_TOKENS, _SEQUENCES = 128, 8
 
 
 def examine(evidence: Evidence) -> Finding | None:
-    return _declared(evidence) or _like_a_temperature(evidence)
-
-
-def _declared(evidence: Evidence) -> Finding | None:
     rollout, training = (evidence.semantics[side] for side in SIDES)
     if rollout is None or training is None:
         return None
@@ -41,25 +27,3 @@ def _declared(evidence: Evidence) -> Finding | None:
         return None
     return Finding("semantics", FACT, "the sides declare to mean different logprobs", lines,
                    ["make both raw, or process both alike: no number can be compared before"])  # fmt: skip
-
-
-def _like_a_temperature(evidence: Evidence) -> Finding | None:
-    if evidence.count < _TOKENS or evidence.sequences.size < _SEQUENCES or evidence.known.rescored is not None:
-        return None
-    level = evidence.r + evidence.t
-    whole = rank_correlation(evidence.d, level)
-    if abs(whole) < _CORRELATION or evidence.magnitude.mean() <= usual_mean(evidence):
-        return None
-    each = [rank_correlation(evidence.d[part], level[part]) for part in evidence.parts if part.stop - part.start >= 8]
-    along = sum(value * whole > 0 for value in each)
-    if two_sided(along, len(each)) > _P:
-        return None
-    likely = level > np.median(level)
-    means = means_by(likely.astype(int), evidence.d, 2)
-    sharper = SIDES[1] if whole > 0 else SIDES[0]
-    return Finding("temperature-like", HINT, "the difference goes with the logprob, as under another temperature", [
-        f"rank correlation of training - rollout with the logprob {whole:.2f}, of that sign in {along} of {len(each)} "
-        f"sequences; mean {means[0]:.3g} over the unlikelier half, {means[1]:.3g} over the likelier",
-        f"{sharper} has the sharper distribution",
-    ], [evidence.rescoring])  # fmt: skip
-

@@ -16,13 +16,32 @@ _TIMES, _ABOVE, _EACH = 2.0, 0.9, 8
 RULE = Rule(
     "series",
     ("stale-weights", "jump"),
-    "Of attempts in the order of their steps (--series): one side's weights changed from a step to the next, by the "
-    "digests that were seen, and the other's did not: stale-weights. Otherwise a step from which on the sequences' "
+    "Of attempts in the order of their steps (--series), which imports say, and else as they are given: one side's "
+    "weights changed from a step to the next, by the digests that were seen, and the other's did not: stale-weights. "
+    "Otherwise a step from which on the sequences' "
     "mean |d| have a median at least 2 times that before, and a sequence from there on is above one from before in "
     "90 % of the pairs of them, of 8 sequences or more on either side: jump.",
     "Digests: none. A jump: 8 sequences against 8 of one distribution do so once in 300 times by the pairs alone.",
     least_sequences=16,
 )
+
+
+def ordered(evidences: Sequence[Evidence]) -> tuple[list[Evidence], str | None]:
+    """By the steps that imported attempts say, and None; else as they are given, and why. XdError for bad records."""
+    steps = [_step(each) for each in evidences]
+    if None in steps:
+        return list(evidences), "in the order given: not every attempt says its step"
+    places = sorted(range(len(steps)), key=steps.__getitem__)  # stable: ranks of one step stay as they are given
+    return [evidences[place] for place in places], None
+
+
+def _step(evidence: Evidence) -> int | None:
+    """What `libxd.write_scores` was told; None where nothing says it, or the sides say two."""
+    if evidence.attempt is None:
+        return None
+    said = {(evidence.attempt.readback(side)["engine"].get("imported") or {}).get("step") for side in SIDES}
+    step = said.pop() if len(said) == 1 else None
+    return step if type(step) is int else None
 
 
 def examine(evidences: Sequence[Evidence]) -> list[Finding]:

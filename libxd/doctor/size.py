@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from libxd import roundoff
 from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import SYMPTOM, Finding, Rule
 from libxd.doctor.rounding import coarser_dtype, usual_mean
@@ -18,6 +19,12 @@ RULE = Rule(
     "float32. A model that amplifies rounding far more than a 135M model does would be named.",
     least_tokens=16,
 )
+
+
+def not_looked_at(evidence: Evidence) -> str | None:
+    """Why nothing can be said; None where it can."""
+    unknown = [side for side, dtype in evidence.dtypes.items() if dtype not in roundoff.UNIT_ROUNDOFF]
+    return f"unknown dtype on {' and '.join(unknown)}" if unknown else None
 
 
 def examine(evidence: Evidence) -> Finding | None:

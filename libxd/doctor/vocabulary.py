@@ -37,11 +37,13 @@ class Vocabulary:
 def read(directories: Iterable[str | os.PathLike[str]]) -> Vocabulary:
     """From config.json, generation_config.json, tokenizer_config.json and tokenizer.json, as far as they are there.
 
-    XdError 66 when a directory holds none of them, 65 when one cannot be read.
+    XdError 66 when a directory is not there or holds none of them, 65 when one cannot be read.
     """
     directories = [Path(directory) for directory in directories]
     config, generation, tokenizer_config, tokenizer = ({} for _ in range(4))
     for directory in directories:
+        if not directory.is_dir():
+            raise XdError("no such directory", status=Status.MISSING, code="missing", where=str(directory))
         found = {name: _load(directory / f"{name}.json")
                  for name in ("config", "generation_config", "tokenizer_config", "tokenizer")}  # fmt: skip
         if not any(found.values()):
