@@ -120,7 +120,7 @@ def _files(scorer: Scorer, dtype: str, right: Held) -> Iterator[Made]:
     zeros = np.nan_to_num(other)
     everywhere = held("rollout", np.nan_to_num(right.logprobs), s, dtype, active_mask=~s.active_mask)
     yield Made("mask inverted", dtype, everywhere, held("training", zeros, s, dtype, active_mask=~s.active_mask),
-               ("masks",), {"sequences": s})  # fmt: skip
+               ("masks", "fill-values"), {"sequences": s})  # fmt: skip
     ends = s.active_mask & ~np.isin(s.token_ids, list(VOCABULARY.eos))
     if (ends != s.active_mask).any():
         sides = [held(side, values, s, dtype, active_mask=ends)

@@ -348,7 +348,8 @@ def test_the_tool_says_what_was_found(xd, apart, plan):
     line = schema.validate("bisection", json.loads(ran.out), "line")
     assert (ran.status, line["state"], line["bad_end"]) == (0, "done", "other")
     assert xd(*asked, "--direction", "break", "--json").out != ran.out
-    assert xd("xd-bisect", plan, "--runs", "none", "--by", "verdict", "--exit-code").status == 1
+    ran = xd("xd-bisect", plan, "--runs", "none", "--by", "verdict", "--exit-code")
+    assert ran.status == 1 and "there is no attempt under it" in ran.err and ran.err.startswith("xd-bisect: none/")
 
 
 def test_next_answers_no_when_nothing_is_left(xd, root, tmp_path):

@@ -20,7 +20,7 @@ from doctor_fixtures import Held, evidence, held, subset
 from tolerances import DOCTOR_TEMPERATURE_RELATIVE
 
 from libxd import pairs
-from libxd.doctor import finding, registry, repeats, series
+from libxd.doctor import finding, registry, repeats, series, text
 from libxd.doctor.evidence import Evidence
 from libxd.doctor.registry import examined
 from libxd.sequences import Sequences
@@ -246,6 +246,44 @@ def test_every_rule_is_whole():
     assert len(set(names)) == len(names) >= 20
     for rule, _ in registry.DETECTORS:
         assert rule.causes and len(rule.decides) > 20 and rule.false_alarms
+
+
+def test_what_bfloat16_makes_is_no_alarm_where_no_dtype_is_known():
+    """The limits are then the coarsest dtype's, and the one detector that goes by the dtype alone says so."""
+    rollout = held("rollout", SCORES.right("decode-8", "bfloat16"), S, None)
+    for apart, named in ((1.0, []), (60.0, ["few-tokens"])):
+        values = SCORES.right("pass-8", "bfloat16").copy()
+        if apart > 1:
+            values[np.flatnonzero(S.active_mask)[5]] -= apart
+        looked = examined(evidence(rollout, held("training", values, S, None)))
+        assert [each.cause for each in looked.findings if each.cause != "aggregate"] == named
+        assert looked.silent["size"] == "unknown dtype on rollout and training"
+    half = examined(evidence(replace(rollout), pair("bfloat16")[1]))
+    assert half.findings == [] and half.silent["size"] == "unknown dtype on rollout"
+    bias = held("training", rollout.logprobs + np.float32(0.02), S, None)
+    assert examined(evidence(rollout, bias)).findings == []  # 1300 times what float32 makes
+    assert "bias" in {each.cause for each in examined(evidence(*(
+        replace(side, metadata={**side.metadata, "dtypes": {"parameters": "float32", "logits": "float32"}})
+        for side in (rollout, bias)))).findings}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", None])
+def test_zeros_on_both_sides_are_no_agreement(dtype):
+    zeros = [held(side, np.zeros(S.num_tokens), S, dtype) for side in ("rollout", "training")]
+    (one,) = examined(evidence(*zeros)).findings
+    assert one.cause == "fill-values" and "exactly 0 on both sides" in one.evidence[0]
+    few = S.active_mask & (np.cumsum(S.active_mask) < 8)  # a handful of sure tokens
+    assert examined(evidence(*(replace(side, active_mask=few) for side in zeros))).findings == []
+    values = np.zeros(S.num_tokens, np.float32)
+    values[np.flatnonzero(S.active_mask)[3]] = -1e-6
+    assert examined(evidence(*(replace(side, logprobs=values) for side in zeros))).findings == []
+
+
+def test_what_goes_with_the_logprob_says_its_smallest_sample():
+    (rule,) = [rule for rule, _ in registry.DETECTORS if "temperature-like" in rule.causes]
+    assert (rule.least_tokens, rule.least_sequences) == (128, 8)
+    shown = "\n".join(text.rules([rule]))
+    assert "smallest sample: 128 active tokens of 8 sequences" in shown
 
 
 # -- single facts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from test_ladder import rungs
 from tolerances import TINY_LLAMA_FLOAT32_NATS
 
 import libxd
-from libxd import comparison, doctor, pairs, schema, tensors
+from libxd import comparison, doctor, pairs, schema, seal, tensors
 from libxd.doctor import aggregates, at_hand, diagnosis, repeats, series, text, vocabulary
 from libxd.doctor.evidence import Evidence
 from libxd.errors import Status, XdError
@@ -101,6 +102,42 @@ def test_what_nobody_showed_is_no_cause_and_is_said(tmp_path):
     assert found.findings == [] and found.silent["contract"] == "was not shown: weights_before"
     path.write_text(json.dumps({**said, "status": "INVALID_IDENTITY", "violations": [{**unseen, "code": "weights"}]}))
     assert [each.cause for each in diagnosis.of_pair(looked(made)).findings] == ["identity"]
+
+
+def test_stored_aggregates_of_an_invalid_attempt_are_held_to_their_tokens_too(tmp_path):
+    made = attempt(tmp_path, drawn(0))
+    said = json.loads(made.file("comparison.json").read_bytes())
+    unseen = {"code": "unobservable", "side": "rollout", "path": "readback_rollout.json#/observed/weights_before",
+              "expected": None, "observed": None}  # fmt: skip
+    said |= {"status": "INVALID_IDENTITY", "violations": [unseen]}
+    made.file("comparison.json").write_text(json.dumps(said))
+    assert aggregates.examine(looked(made)) is None
+    said["logprob_difference"]["mean_absolute"] *= 1.01
+    made.file("comparison.json").write_text(json.dumps(said))
+    found = aggregates.examine(looked(made))
+    assert found is not None and "comparison.json says mean_absolute" in found.evidence[0]
+
+
+def test_a_tampered_attempt_is_no_evidence(xd, tmp_path):
+    """One float of a sealed score file, of any size: no other cause is named, and it is no rung and no repeat."""
+    made, again = attempt(tmp_path / "a", drawn(0)), attempt(tmp_path / "b", drawn(0), repeat=1)
+    assert seal.seal(made) and seal.seal(again)
+    assert doctor.examine_pair(pairs.of_attempt(made)) == []
+    with tensors.TensorFile(score_path(made, "training")) as file:
+        values = np.array(file.array("logprobs"))
+    values[ACTIVE.argmax()] = -50.0
+    rewrite_score(made, "training", logprobs=values)
+    found = diagnosis.of_pair(looked(made))
+    assert [each.cause for each in found.findings] == ["tampered"]
+    assert found.findings[0].evidence[0].startswith("score_training.safetensors: changed")
+    assert "fill-values" not in found.findings[0].evidence[0] and found.silent["sentinels"].endswith("what was sealed")
+    assert found.answer is not None and found.answer.answer == "undecided"
+    assert diagnosis.rung(looked(made)) is None and diagnosis.rung(looked(again)) is not None
+    assert xd("xd-seal", "--verify", made).status == 1
+    ran = xd("xd-doctor", "--exit-code", made, again)
+    assert ran.status == 1 and "1. tampered (0.95)" in ran.out and "together" not in ran.out
+    made.file("COMPLETE").unlink()  # not sealed: its numbers are looked at
+    assert "tampered" not in [each.cause for each in diagnosis.of_pair(looked(made)).findings]
 
 
 # -- several
@@ -203,6 +240,42 @@ def test_a_jump_without_digests_asks_for_the_lr_0_control():
     assert series.examine([step(n, 0.01, (None, None)) for n in range(8)]) == []
 
 
+def steps_of_a_run(runs: Path, said: bool) -> list[Attempt]:
+    """A run whose difference grows five times at its fourth step of six."""
+    made = []
+    for number in range(6):
+        rollout, training = drawn(number, 0.01 if number < 3 else 0.05)
+        made.append(Attempt.open(libxd.write_scores(
+            runs, "steps", token_ids=np.full(TOKENS, 7), active_mask=ACTIVE, rollout=rollout, training=training,
+            cu_seqlens=np.cumsum([0, *LENGTHS]), dtype="bfloat16", semantics="raw", step=number if said else None,
+        )))  # fmt: skip
+        comparison.compare(made[-1])
+    return made
+
+
+def test_a_series_goes_by_the_steps_that_attempts_say(xd, tmp_path):
+    """A shell's glob gives them in the order of their digests."""
+    made = steps_of_a_run(tmp_path, said=True)
+    for order in (made, made[::-1], [made[at] for at in (4, 1, 5, 0, 3, 2)]):
+        found = diagnosis.together([looked(each) for each in order], in_order=True)
+        assert found is not None and found.silent == {}
+        (jump,) = [each for each in found.findings if each.cause == "jump"]
+        assert jump.evidence[0].startswith("from step 3")
+        assert found.subject == [str(each) for each in made]
+    ran = xd("xd-doctor", "--series", *made[::-1])
+    assert "from step 3" in ran.out and "in the order given" not in ran.out
+
+
+def test_a_series_that_says_no_steps_keeps_the_order_given_and_says_so(xd, tmp_path):
+    made = steps_of_a_run(tmp_path, said=False)
+    assert series.ordered([looked(each) for each in made[::-1]])[0][0].attempt is not None
+    ran = xd("xd-doctor", "--series", *made)
+    assert "from step 3" in ran.out and "series (in the order given: not every attempt says its step)" in ran.out
+    mixed = [made[at] for at in (4, 1, 5, 0, 3, 2)]
+    ran = xd("xd-doctor", "--series", *mixed)
+    assert "jump" not in ran.out and "in the order given" in ran.out
+
+
 # -- what is at hand
 
 
@@ -227,7 +300,30 @@ def test_a_vocabulary_is_read_from_a_tokenizer_and_a_config(tmp_path):
     assert caught.value.status == Status.MISSING
 
 
-@pytest.mark.parametrize("given", ["mean", "mean_absolute", "mean_absolute=x", "k1=nan", "k4=1"])
+def test_a_directory_that_is_not_there_is_called_so(xd, tmp_path):
+    made = attempt(tmp_path, drawn(0))
+    for option in ("--model", "--tokenizer", "--rescore"):
+        ran = xd("xd-doctor", option, "nope", made)
+        assert (ran.status, ran.out) == (66, "") and "nope: no such directory" in ran.err
+    (tmp_path / "empty").mkdir()
+    assert "holds no config.json" in xd("xd-doctor", "--model", tmp_path / "empty", made).err
+
+
+@pytest.mark.parametrize(("text", "right"), [
+    ("0", False), ("-0", False), ("0.0", False), ("0.000", False), ("0e3", False),
+    ("0.02", True), ("2e-2", True), ("0.0219", True), ("0.020", False), ("0.0200", False),
+])  # fmt: skip
+def test_a_reported_figure_has_the_digits_that_were_written(text, right):
+    sequences = hf_fixtures.frozen((3, 4), ((20,) * 4, (20,) * 4))
+    low = held("rollout", np.full(sequences.num_tokens, -1.0), sequences)
+    high = held("training", np.full(sequences.num_tokens, np.float32(-1 + 0.0217)), sequences)
+    asked = evidence(low, high, reported=at_hand.reported([f"mean_absolute={text}"]))
+    assert (aggregates.examine(asked) is None) == right
+    same = evidence(low, replace(high, logprobs=low.logprobs), reported=at_hand.reported([f"mean_absolute={text}"]))
+    assert (aggregates.examine(same) is None) == (float(text) == 0)  # of a pair that is equal, 0 is right
+
+
+@pytest.mark.parametrize("given", ["mean", "mean_absolute", "mean_absolute=x", "k1=1e400", "k1=inf", "k1=nan", "k4=1"])
 def test_a_reported_figure_that_is_none_is_usage(given):
     with pytest.raises(XdError) as caught:
         at_hand.reported([given])

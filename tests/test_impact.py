@@ -17,7 +17,7 @@ import pytest
 from comparison_fixtures import floats, refused, rewrite_json, rewrite_score, score_path, scored
 from tolerances import FLOAT32_RELATIVE, FUNCTIONAL_RELATIVE, NEAR_POLICIES_RELATIVE, POLICY_FLOAT64
 
-from libxd import comparison, credit, impact, impact_settings, impact_text, pairs, schema, scores
+from libxd import comparison, credit, impact, impact_settings, impact_text, pairs, schema, scores, seal
 from libxd.cmd.impact import cli
 from libxd.columns import Layout
 from libxd.credit import Credit
@@ -300,6 +300,41 @@ def test_rewards_that_no_advantage_can_be_made_of(tmp_path, pair):
         credit.of_rewards(tokens, layout(pair), prompt_index=[0] * 5)
 
 
+@pytest.mark.parametrize(("name", "rows"), [
+    ("r.csv", ("reward,uid", "1,a", "0,a", "1,", "1,", "1,a")),
+    ("r.csv", ("reward,uid", "1,a", "0,a", "1, ", "1, ", "1,a")),
+    ("r.jsonl", ('{"reward": 1, "uid": null}',) * 5),
+    ("r.jsonl", ('{"reward": 1, "uid": ""}',) * 5),
+])  # fmt: skip
+def test_a_group_without_a_name_is_none(tmp_path, pair, name, rows):
+    with pytest.raises(XdError, match="names no group") as caught:
+        credit.of_rewards(write(tmp_path / name, *rows), layout(pair), group="uid")
+    assert caught.value.status == Status.INVALID
+    named = [row.replace("null", "0").replace('""', '"b"').replace("1, ", "1,b") for row in rows]
+    named = [f"{row}b" if row == "1," else row for row in named]
+    credit.of_rewards(write(tmp_path / f"named-{name}", *named), layout(pair), group="uid")
+
+
+@pytest.mark.parametrize("estimator", credit.ESTIMATORS)
+@pytest.mark.filterwarnings("error")
+def test_numbers_too_large_to_reckon_with_are_refused(tmp_path, pair, estimator):
+    def rewards(value):
+        return write(tmp_path / "r.csv", "reward,advantage", *(f"{value * at},{value * at}" for at in (1, 0, 1, 0.5, 0)))
+
+    def made(path):
+        return credit.of_rewards(path, layout(pair), estimator=estimator, prompt_index=[0] * 5)
+
+    for value in (1e307, -1e307):
+        with pytest.raises(XdError, match="too large") as caught:
+            made(rewards(value))
+        assert caught.value.status == Status.INVALID
+        with pytest.raises(XdError, match="too large"):
+            credit.of_advantages(rewards(value), layout(pair))
+    for found in (made(rewards(1e99)), credit.of_advantages(rewards(1e99), layout(pair))):
+        assert np.isfinite(found.values).all() and found.values.any()
+        impact.of_pair(pair, found).as_json()
+
+
 # -- what is no pair of one update
 
 
@@ -443,6 +478,19 @@ def test_a_bad_attempt_does_not_stop_the_next_one(xd, tmp_path, pair):
     assert (ran.status, ran.out) == (65, "") and "both of one side" in ran.err
     ran = xd("xd-impact", score_path(pair.attempt, "rollout"))
     assert ran.status == 2 and "two score files make a pair" in ran.err
+
+
+def test_a_tampered_attempt_is_passed_over(xd, pair, tmp_path):
+    whole = scored(tmp_path / "whole", *drawn(), active=ACTIVE, lengths=LENGTHS)
+    for attempt in (pair.attempt, whole):
+        comparison.compare(attempt)
+        assert seal.seal(attempt)
+    rewrite_score(pair.attempt, "training", logprobs=pair.training.logprobs + np.float32(1e-3))
+    ran = xd("xd-impact", "--json", pair.attempt, whole)
+    assert (ran.status, ran.out.count("\n"), ran.err.count("\n")) == (65, 1, 1)
+    assert "sealed, but score_training.safetensors: changed" in ran.err
+    pair.attempt.file("COMPLETE").unlink()
+    assert xd("xd-impact", "--json", pair.attempt).status == 0
 
 
 def test_the_tool_needs_no_torch(xd, tmp_path, pair):

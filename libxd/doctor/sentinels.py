@@ -19,12 +19,14 @@ RULE = Rule(
     "sentinels",
     ("fill-values",),
     "Active, on either side: NaN or +inf (-inf is truncation's); a logprob above 0.1, or below -1e5; or one that is "
-    "exactly 0, -1, "
-    "-10, -100, -999 or the like and more than 1 nat from the other side's, which is not that value.",
+    "exactly 0, -1, -10, -100, -999 or the like and more than 1 nat from the other side's, which is not that value. Or "
+    "every logprob of both sides is exactly 0, at 8 tokens or more.",
     "A logprob of exactly -1 or -10 is one float32 in 2^23; of exactly 0 a token of probability above 1 - 2^-24, which "
-    "a sound other side does not hold for 1 nat less likely.",
+    "a sound other side does not hold for 1 nat less likely, and which no model gives to every token: but logprobs "
+    "that were processed until one token was left, as top-k 1 does, are all 0, and compare as little.",
 )
 _SHOWN = 3
+_LEAST = 8
 
 
 def examine(evidence: Evidence) -> Finding | None:
@@ -50,6 +52,9 @@ def examine(evidence: Evidence) -> Finding | None:
                              for i in found[:_SHOWN])  # fmt: skip
             lines.append(f"{file.side}: {found.size} active tokens ({share:.2%}) are {kind}: {seen}")
             beside.append(_explained(evidence, found))
+    if evidence.count >= _LEAST and not evidence.r.any() and not evidence.t.any():
+        lines.append(f"all {evidence.count} logprobs are exactly 0 on both sides: every token a probability of 1")
+        beside.append(0.0)
     if not lines:
         return None
     if any(beside):

@@ -18,9 +18,8 @@ RULE = Rule(
     ("stale-weights", "jump"),
     "Of attempts in the order of their steps (--series), which imports say, and else as they are given: one side's "
     "weights changed from a step to the next, by the digests that were seen, and the other's did not: stale-weights. "
-    "Otherwise a step from which on the sequences' "
-    "mean |d| have a median at least 2 times that before, and a sequence from there on is above one from before in "
-    "90 % of the pairs of them, of 8 sequences or more on either side: jump.",
+    "Otherwise a step from which on the sequences' mean |d| have a median at least 2 times that before, and a sequence "
+    "from there on is above one from before in 90 % of the pairs of them, of 8 sequences or more on either side: jump.",
     "Digests: none. A jump: 8 sequences against 8 of one distribution do so once in 300 times by the pairs alone.",
     least_sequences=16,
 )

@@ -12,10 +12,8 @@ RULE = Rule(
     ("nothing-compared", "copied"),
     "No token that is active on both sides holds the same id and a finite logprob on both: nothing-compared. Every "
     "logprob is the other side's bit for bit although the two computed in other dtypes, at 8 tokens or more that are "
-    "not 0: copied. Every logprob of both sides is exactly 0, at 8 tokens or more: nothing-compared.",
-    "None: facts. Two sides that compute alike are equal, and not called copied. A logprob of exactly 0 is a "
-    "probability above 1 - 2^-24: no model gives it to every token, but for logprobs that were processed until one "
-    "token was left.",
+    "not 0: copied.",
+    "None: facts. Two sides that compute alike are equal, and not called copied.",
 )
 _LEAST = 8
 
@@ -32,13 +30,6 @@ def examine(evidence: Evidence) -> Finding | None:
             lines.append("no token is active on both sides")
         return Finding("nothing-compared", FACT, "a mean over no token is no agreement", lines,
                        ["look at how the active mask is made, and at what is left of it after filtering"])  # fmt: skip
-    if evidence.count >= _LEAST and not evidence.r.any() and not evidence.t.any():
-        return Finding("nothing-compared", FACT, "a probability of exactly 1 for every token is nobody's score", [
-            f"all {evidence.count} logprobs are exactly 0 on both sides",
-        ], [
-            "see whether logprobs are written at all, or what an array was made with is left in it",
-            "see whether both sides give them after greedy or top-k 1 sampling: then write the raw ones",
-        ])  # fmt: skip
     dtypes = evidence.dtypes
     known = None not in dtypes.values() and len(set(dtypes.values())) > 1
     if known and np.count_nonzero(evidence.r) >= _LEAST and np.array_equal(evidence.r, evidence.t):
