@@ -310,8 +310,7 @@ def test_a_group_without_a_name_is_none(tmp_path, pair, name, rows):
     with pytest.raises(XdError, match="names no group") as caught:
         credit.of_rewards(write(tmp_path / name, *rows), layout(pair), group="uid")
     assert caught.value.status == Status.INVALID
-    named = [row.replace("null", "0").replace('""', '"b"').replace("1, ", "1,b") for row in rows]
-    named = [f"{row}b" if row == "1," else row for row in named]
+    named = [re.sub(r"^1, *$", "1,b", row).replace("null", "0").replace('""', '"b"') for row in rows]
     credit.of_rewards(write(tmp_path / f"named-{name}", *named), layout(pair), group="uid")
 
 
@@ -319,7 +318,8 @@ def test_a_group_without_a_name_is_none(tmp_path, pair, name, rows):
 @pytest.mark.filterwarnings("error")
 def test_numbers_too_large_to_reckon_with_are_refused(tmp_path, pair, estimator):
     def rewards(value):
-        return write(tmp_path / "r.csv", "reward,advantage", *(f"{value * at},{value * at}" for at in (1, 0, 1, 0.5, 0)))
+        each = (f"{value * at},{value * at}" for at in (1, 0, 1, 0.5, 0))
+        return write(tmp_path / "r.csv", "reward,advantage", *each)
 
     def made(path):
         return credit.of_rewards(path, layout(pair), estimator=estimator, prompt_index=[0] * 5)
