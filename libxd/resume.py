@@ -82,7 +82,9 @@ def _state(attempt: Attempt, row: dict[str, Any], materialized: dict[str, Any] |
         return "elsewhere" if attempt.has(SEAL) else "other"
     if not attempt.has(SEAL):
         return "refused" if attempt.refusal() else "begun"
-    seal.require_untampered(attempt)
+    problems = seal.verify(attempt)
+    if problems:
+        raise XdError(f"sealed, but {problems[0]}", code="tampered", where=str(attempt))
     status = verdict.read(attempt, Case.read(attempt))["status"]
     return "answered" if status in ANSWERS else "begun"
 
