@@ -137,8 +137,8 @@ CHECK_ID = named='"experiment_id"[[:space:]]*:[[:space:]]*"$(subst .,\.,$(EXP))"
 run: setup $(NEEDS_$(EXP)) ## plan, score, compare and seal EXP=name; ends with the table (-j: engines side by side)
 	@$(CHECK_ID)
 	@xd-plan -q $(CONFIG) --runs $(RUNS) --repeats $(REPEATS) > /dev/null
-	+@groups=$(RUNS)/$(EXP)/.make-$$HOSTNAME-$$$$-$$RANDOM; trap 'rm -rf $$groups' EXIT; failed=0; \
-	  $(MAKE) pending GROUPS_IN=$$groups || { failed=$$?; compgen -G "$$groups/*.jsonl" > /dev/null || exit $$failed; }; \
+	+@groups=$(RUNS)/$(EXP)/.make-$$HOSTNAME-$$$$-$$RANDOM; trap 'rm -rf $$groups' EXIT; trap 'exit 130' INT; failed=0; \
+	  $(MAKE) pending GROUPS_IN=$$groups || failed=$$?; \
 	  $(MAKE) pipes GROUPS_IN=$$groups || failed=$$?; \
 	  $(MAKE) table || failed=$$?; \
 	  exit $$failed
@@ -155,7 +155,7 @@ pipes: $(patsubst %.jsonl,%.done,$(if $(GROUPS_IN),$(wildcard $(GROUPS_IN)/*.jso
 # One group of rows that can share their engines: one pipe.
 %.done: %.jsonl
 	@xd-materialize --runs $(RUNS) $(POLICY) < $< | xd-score --side rollout | xd-score --side training \
-	  | xd-compare | xd-seal | tee $@.attempts >&2; $(CHECK_STAGES); mv $@.attempts $@
+	  | xd-compare | xd-seal > $@.attempts; $(CHECK_STAGES); mv $@.attempts $@
 
 .PHONY: table
 table:
@@ -167,7 +167,7 @@ table:
 bisect: setup $(NEEDS_$(EXP)) ## score what it takes to find a smallest set of knobs between the two ends of EXP, and say it
 	@$(CHECK_ID)
 	@xd-plan -q $(CONFIG) $(if $(TOWARD),--toward $(TOWARD)) --runs $(RUNS) > /dev/null
-	@rows=$$(mktemp); trap 'rm -f $$rows' EXIT; \
+	@rows=$$(mktemp); trap 'rm -f $$rows' EXIT; trap 'exit 130' INT; \
 	  while xd-bisect --next $(PLAN_ROWS) --runs $(RUNS) $(BISECT) $(POLICY) > $$rows; do \
 	    xd-materialize -q --runs $(RUNS) $(POLICY) < $$rows | xd-score --side rollout | xd-score --side training \
 	      | xd-compare | xd-seal > /dev/null; $(CHECK_STAGES); \

@@ -121,6 +121,7 @@ PY
         setsid python -P -c 'import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])' \
             make -C "$root" VENV="$VIRTUAL_ENV" RUNS="$place/early$moment" EXP=s0 run > "$place/log" 2>&1 &
         pid=$!
+        for _ in $(seq 600); do [ "$(ps -o comm= -p "$pid")" = make ] && break; sleep 0.02; done # until then it is deaf to it
         sleep "$moment"
         kill -INT -- -"$pid"
         status=0; wait "$pid" || status=$?
