@@ -16,6 +16,16 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# pytest hands a test's id to every process the test starts, in PYTEST_CURRENT_TEST, and the kernel takes no variable
+# above 128 KiB
+LONGEST_ID = 100
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """A long text or byte string is no id: it is named by its argument and its length."""
+    return f"{argname}-{len(val)}" if isinstance(val, str | bytes) and len(val) > LONGEST_ID else None
+
+
 @dataclass(frozen=True)
 class Ran:
     """What a tool left: exit status, stdout, stderr."""

@@ -240,6 +240,7 @@ def test_an_identity_that_was_not_requested(bench):
 
 
 def test_what_is_no_attempt(bench):
+    (bench.place / "runs").mkdir()
     for path, status in (("runs", Status.INVALID), (f"runs/c-{'0' * 16}/a0001", Status.MISSING)):
         ran = bench.score(path)
         assert (ran.status, ran.out, len(ran.err.splitlines())) == (status, "", 1)
