@@ -239,6 +239,13 @@ docs: setup ## write docs/tools/*.md anew from --help
 prove: setup ## break every rule of docs/contract.md in turn and see its test fail
 	python -P dev/break_rules.py
 
+# Each program of dev/torture is one proof, long form; the short ones are tests.
+TORTURE := $(patsubst dev/torture/%.py,torture-%,$(wildcard dev/torture/*.py))
+.PHONY: torture $(TORTURE)
+torture: $(TORTURE) ## kill, tamper, fuzz and race the tools at length (the short forms are in make test)
+$(TORTURE): torture-%: setup
+	python -P dev/torture/$*.py
+
 .PHONY: bench
 bench: setup $(MODEL)/model.safetensors ## speed and memory as ratios within one run, met or not
 	python -P dev/bench.py
