@@ -131,14 +131,15 @@ CHECK_ID = named='"experiment_id"[[:space:]]*:[[:space:]]*"$(subst .,\.,$(EXP))"
 
 ##@ The main job
 
-# The two halves of it are made by a make of their own, so that -j and -k work, -n only shows, and the table comes even
-# where a group failed. What can share its engines is a group: a file of rows, and a stamp when its pipe went through.
+# The halves of it are made by a make of their own, so that -j and -k work, -n only shows, and the table comes even
+# where a group failed (not where the options are wrong: then there is nothing to show). What can share its engines is a
+# group: a file of rows, and a stamp when its pipe went through.
 .PHONY: run
 run: setup $(NEEDS_$(EXP)) ## plan, score, compare and seal EXP=name; ends with the table (-j: engines side by side)
 	@$(CHECK_ID)
 	@xd-plan -q $(CONFIG) --runs $(RUNS) --repeats $(REPEATS) > /dev/null
 	+@groups=$(RUNS)/$(EXP)/.make-$$HOSTNAME-$$$$-$$RANDOM; trap 'rm -rf $$groups' EXIT; trap 'exit 130' INT; failed=0; \
-	  $(MAKE) pending GROUPS_IN=$$groups || failed=$$?; \
+	  $(MAKE) pending GROUPS_IN=$$groups || failed=$$?; [ ! -e $$groups/usage ] || exit $$failed; \
 	  $(MAKE) pipes GROUPS_IN=$$groups || failed=$$?; \
 	  $(MAKE) table || failed=$$?; \
 	  exit $$failed
@@ -146,7 +147,8 @@ run: setup $(NEEDS_$(EXP)) ## plan, score, compare and seal EXP=name; ends with 
 .PHONY: pending
 pending:
 	@mkdir -p $(GROUPS_IN)
-	@xd-resume $(PLAN_ROWS) --runs $(RUNS) $(POLICY) --groups $(GROUPS_IN) > /dev/null
+	@xd-resume $(PLAN_ROWS) --runs $(RUNS) $(POLICY) --groups $(GROUPS_IN) > /dev/null; code=$$?; \
+	  [ $$code != 2 ] || touch $(GROUPS_IN)/usage; exit $$code
 
 .PHONY: pipes
 pipes: $(patsubst %.jsonl,%.done,$(if $(GROUPS_IN),$(wildcard $(GROUPS_IN)/*.jsonl)))
@@ -156,6 +158,7 @@ pipes: $(patsubst %.jsonl,%.done,$(if $(GROUPS_IN),$(wildcard $(GROUPS_IN)/*.jso
 %.done: %.jsonl
 	@xd-materialize --runs $(RUNS) $(POLICY) < $< | xd-score --side rollout | xd-score --side training \
 	  | xd-compare | xd-seal > $@.attempts; $(CHECK_STAGES); mv $@.attempts $@
+	@echo "$(EXP): $$(cat $(GROUPS_IN)/*.done | wc -l) of $$(cat $(GROUPS_IN)/*.jsonl | wc -l) sealed" >&2
 
 .PHONY: table
 table:

@@ -54,7 +54,7 @@ class Resolution:
         try:
             os.stat(found)
         except (FileNotFoundError, NotADirectoryError):
-            self.lack(part, f"not at hand: {path}")
+            self.lack(part, f"not at hand: {path} (relative to the config)")
             return None
         except OSError as error:  # a name too long, a folder that may not be entered
             refused = of_exception(error, self.where)

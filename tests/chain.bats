@@ -152,6 +152,14 @@ PY
     grep -qE '^rollout.dtype=bfloat16 +MISMATCH' <<< "$output"
 }
 
+@test "make run with options that are wrong ends in what is wrong, and in no table" {
+    small options
+    run -0 small_make options run POLICY="--runtime cpu-smoke"
+    [[ "$output" == *"changed knob"* ]]
+    run -2 small_make options run POLICY="--runtime cpu-smok"
+    [[ "$output" == *"no such runtime"* && "$output" != *"changed knob"* ]]
+}
+
 @test "make -k goes on with the other groups when a pipe fails, and the next run finishes" {
     small dies 'config["interventions"].append({"path": "rollout.dtype", "values": ["bfloat16", "float16"]})'
     cat > "$place/python" <<EOS # the first engine that is started dies at once

@@ -88,7 +88,8 @@ def test_s3_says_in_words_why_this_machine_cannot(dry):
     assert {each["status"] for each in value["refusals"]} == {"unsupported"}
     found = reasons(value)
     for part, file in {"checkpoint": "models/qwen3-8b", "sequences": "sequences/qwen3-8b.safetensors"}.items():
-        assert found.pop((None, f"/identity/{part}")) == f"/identity/{part}: not at hand: ../{file}"
+        lacking = f"/identity/{part}: not at hand: ../{file} (relative to the config)"
+        assert found.pop((None, f"/identity/{part}")) == lacking
     assert "not at hand" in found.pop((None, "/identity/tokenizer"))
     for side in ("rollout", "training"):
         assert found.pop((side, None)) == "the scenario asks for a CUDA device and there is none"

@@ -93,6 +93,18 @@ def test_documented_make_targets_exist():
     assert named - known == set()
 
 
+def test_the_variables_of_the_tools_stand_in_the_readme():
+    """Whatever variable the code or the Makefile reads, by its own name or by the pattern that it follows."""
+    section = (ROOT / "README.md").read_text().split("## Environment variables\n")[1].split("\n## ")[0]
+    named = set(re.findall(r"^\| `(XD_[A-Z_<>]+)`", section, re.M))
+    patterns = [re.compile(name.replace("<RUNTIME>", "[A-Z_]+") + r"\Z") for name in named]
+    sources = [*(ROOT / "libxd").rglob("*.py"), *(ROOT / "tools").glob("*"), ROOT / "Makefile"]
+    texts = [path.read_text() for path in sources if path.is_file()]
+    read = {name for text in texts for name in re.findall(r"\bXD_[A-Z]+[A-Z_]*[A-Z]\b", text)}
+    assert {"XD_PYTHON", "XD_DEBUG", "XD_PYTHON_VLLM", "XD_SERVER_URL"} <= read
+    assert [name for name in sorted(read) if not any(pattern.match(name) for pattern in patterns)] == []
+
+
 def test_documented_files_exist():
     """What the contract table and the design name as a place is a place."""
     missing = []

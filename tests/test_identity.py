@@ -67,8 +67,8 @@ def test_what_is_not_at_hand_is_null_and_listed(tmp_path):
     assert [found.identity[part]["digest"] for part in ("checkpoint", "tokenizer", "sequences")] == [None] * 3
     assert found.locations == {"checkpoint": None, "tokenizer": None, "sequences": None}
     assert found.missing == [
-        "/identity/checkpoint: not at hand: nowhere", "/identity/tokenizer: no path is given",
-        "/identity/sequences: not at hand: gone"]  # fmt: skip
+        "/identity/checkpoint: not at hand: nowhere (relative to the config)", "/identity/tokenizer: no path is given",
+        "/identity/sequences: not at hand: gone (relative to the config)"]  # fmt: skip
     assert found.identity["sequences"]["num_tokens"] is None
 
 

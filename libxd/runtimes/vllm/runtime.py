@@ -113,7 +113,8 @@ class _Machine:
         if not any(name in self._packages for name in wanted):
             reasons.append(
                 f"vLLM for {self._device.upper()} ({' or '.join(wanted)}) is not installed for the interpreter "
-                "that would score; name one that has it with XD_PYTHON_VLLM or --python-rollout"
+                "that would score; name one that has it with XD_PYTHON_VLLM or --python-rollout "
+                "(`make setup-vllm` makes one for the CPU)"
             )
         if self._device == "cuda" and not self._cuda:
             reasons.append("the scenario asks for a CUDA device and there is none")
