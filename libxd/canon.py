@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import stat
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,7 @@ from blake3 import blake3
 from libxd.errors import XdError
 
 _MAPPED_FROM_BYTES = 1 << 20  # below this, opening a map and a thread pool costs more than it saves
+_WINDOW = 1 << 25  # bytes of a map that are resident at once; enough for all cores
 
 
 def dumps(value: Any) -> bytes:
@@ -57,7 +59,8 @@ def digest_stream(chunks: Iterable[bytes | memoryview]) -> str:
 
 
 def digest_file(path: str | os.PathLike[str]) -> str:
-    """BLAKE3 (64 hex digits) over a regular file's bytes; large files by memory map on all cores.
+    """BLAKE3 (64 hex digits) over a regular file's bytes; large files by memory map on all cores, a window at a
+    time.
 
     XdError 65 for what is none: a pipe or a device may have no end. OSError when it cannot be read.
     """
@@ -67,6 +70,9 @@ def digest_file(path: str | os.PathLike[str]) -> str:
             raise XdError("not a regular file", code="not-a-file", where=os.fspath(path))
         if about.st_size < _MAPPED_FROM_BYTES:
             return digest_bytes(file.read())
-    hasher = blake3(max_threads=blake3.AUTO)
-    hasher.update_mmap(path)
+        hasher = blake3(max_threads=blake3.AUTO)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+            for start in range(0, len(view), _WINDOW):
+                hasher.update(view[start : start + _WINDOW])
+                data.madvise(mmap.MADV_DONTNEED)
     return hasher.hexdigest()

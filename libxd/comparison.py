@@ -18,6 +18,7 @@ import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,6 @@ from libxd.tensors import Lazy
 
 TOKEN_DIFFS = "token_diffs.safetensors"
 OUTPUTS = ("actual.json", TOKEN_DIFFS, "comparison.json")
-SCORES = tuple(f"score_{side}.safetensors" for side in SIDES)
-INPUTS = (*JUDGED, *SCORES)
 _READ_BYTES = 1 << 22
 _THREADS = 3  # for digests, a first pass of statistics, and a second that waits for the first
 
@@ -90,7 +89,7 @@ def compare(attempt: Attempt) -> dict[str, Any]:
 
     with ThreadPoolExecutor(_THREADS) as pool:  # numpy and BLAKE3 let go of the interpreter lock
         tally = pool.submit(Tally, difference) if difference else None
-        digests = {name: pool.submit(_digest, attempt, name) for name in SCORES}
+        digests = {path.name: pool.submit(_digest, path) for side in SIDES for path in attempt.scores(side)}
         scored = {side: pool.submit(scores[side].identity) for side in SIDES}
         measuring = pool.submit(lambda: Measurement(difference, tally.result())) if difference and tally else None
         token_diffs = _write_token_diffs(attempt, case, threshold, difference, tally)
@@ -248,9 +247,8 @@ def _nonfinite(measured: Measurement) -> list[dict[str, str]]:
     return problems
 
 
-def _digest(attempt: Attempt, name: str) -> str:
-    """A file's digest, read in blocks: a map of the whole file would stay resident."""
-    path = attempt.file(name)
+def _digest(path: Path) -> str:
+    """A file's digest, read in blocks."""
     try:
         with open(path, "rb") as file:
             return canon.digest_stream(iter(lambda: file.read(_READ_BYTES), b""))

@@ -91,9 +91,10 @@ def sequence_sums(attempt: Attempt, against: Attempt, side: str) -> tuple[np.nda
     for where in scores.blocks(ours.tokens, ours, theirs):
         active = np.flatnonzero(ours.active_mask[where] & theirs.active_mask[where])
         apart = np.abs(subtract(ours.logprobs[where][active], theirs.logprobs[where][active]).astype(np.float64))
-        sequence = np.searchsorted(bounds, where.start + active, side="right") - 1
-        sums += np.bincount(sequence, weights=apart, minlength=sums.size)
-        counts += np.bincount(sequence, minlength=counts.size)
+        first, last = (int(np.searchsorted(bounds, at, side="right")) - 1 for at in (where.start, where.stop - 1))
+        sequence = np.searchsorted(bounds[first : last + 2], where.start + active, side="right") - 1
+        sums[first : last + 1] += np.bincount(sequence, weights=apart, minlength=last + 1 - first)
+        counts[first : last + 1] += np.bincount(sequence, minlength=last + 1 - first)
     return sums, counts
 
 

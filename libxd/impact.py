@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from libxd import diagnostics, scores
+from libxd import diagnostics, scores, shards
 from libxd.credit import Credit
 from libxd.errors import XdError
 from libxd.functional import kl, objectives, ratios, segments
@@ -169,7 +169,7 @@ def _blocks(pair: Pair, check: bool) -> Iterator[Block]:
     """Whole sequences, up to `scores.BLOCK` tokens of them at a time; one that is longer by itself."""
     if check:
         _require_same(pair, "cu_seqlens", 0, len(pair.cu_seqlens))
-    for sequences in scores.whole_sequences(pair.cu_seqlens):
+    for sequences in shards.whole_sequences(pair.cu_seqlens, scores.BLOCK):
         if check:
             begin, end = (int(pair.cu_seqlens[at]) for at in (sequences.start, sequences.stop))
             _require_same(pair, "token_ids", begin, end)

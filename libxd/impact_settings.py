@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from libxd import scores
 from libxd.errors import Status, XdError
 from libxd.functional.corrections import CORRECTIONS, Correction
 from libxd.functional.objectives import OBJECTIVES, Objective
@@ -66,7 +67,11 @@ def with_reference(settings: Settings, pair: Pair, path: str | os.PathLike[str])
     """The settings with the logprobs of a score file, of whichever side. XdError 66 or 65, also for other tokens."""
     file = ScoreFile.alone(path)
     file.require_sound()
-    if file.tokens != pair.tokens or not np.array_equal(file.token_ids, pair.rollout.token_ids):
+    same = file.tokens == pair.tokens and all(
+        np.array_equal(file.token_ids[where], pair.rollout.token_ids[where])
+        for where in scores.blocks(pair.tokens, file, pair.rollout)
+    )
+    if not same:
         raise XdError("the reference scored other tokens", code="other-tokens", where=str(path),
                       found=f"{file.tokens} tokens", expected=f"the {pair.tokens} of {pair.rollout.path}")  # fmt: skip
     return replace(settings, reference=file.logprobs)

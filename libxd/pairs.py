@@ -6,9 +6,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
+from libxd import shards
 from libxd.difference import subtract
 from libxd.errors import Status, XdError
 from libxd.rundir import SIDES, Attempt
@@ -41,12 +43,12 @@ class Pair:
     @cached_property
     def active(self) -> np.ndarray:
         """bool [T]: the tokens that both sides call active."""
-        return self.rollout.active_mask & self.training.active_mask
+        return np.asarray(self.rollout.active_mask) & np.asarray(self.training.active_mask)
 
     @cached_property
     def difference(self) -> np.ndarray:
         """float32 [T]: training - rollout, in nats; of all tokens, NaN where one was not scored."""
-        return subtract(self.training.logprobs, self.rollout.logprobs)
+        return subtract(np.asarray(self.training.logprobs), np.asarray(self.rollout.logprobs))
 
 
 def of_attempt(attempt: Attempt) -> Pair:
@@ -63,10 +65,18 @@ def of_files(paths: Sequence[str | os.PathLike[str]]) -> Pair:
 
 
 def two_files(paths: Sequence[str | os.PathLike[str]]) -> tuple[ScoreFile, ScoreFile]:
-    """The rollout's and the training side's, given in either order; sound each, whatever tokens the other holds."""
-    if len(paths) != len(SIDES):
-        raise XdError("two score files make a pair", status=Status.USAGE, code="bad-pair", found=len(paths), expected=2)
-    found = {file.side: file for file in map(ScoreFile.alone, paths)}
+    """The rollout's and the training side's, given in either order; sound each, whatever tokens the other holds.
+
+    Shards stand for their set, one of it or all.
+    """
+    opened: list[tuple[Path, ...]] = []
+    for files in map(shards.beside, paths):
+        if len(files) == 1 or files not in opened:
+            opened.append(files)
+    if len(opened) != len(SIDES):
+        raise XdError("two score files make a pair", status=Status.USAGE, code="bad-pair", found=len(opened),
+                      expected=2)  # fmt: skip
+    found = {file.side: file for file in (ScoreFile.alone(files[0]) for files in opened)}
     if len(found) != len(SIDES):
         raise XdError("are both of one side", code="bad-pair", where=" ".join(map(str, paths)), found=next(iter(found)),
                       expected=" and ".join(SIDES))  # fmt: skip

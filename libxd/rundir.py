@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libxd import publish, schema, strictjson
+from libxd import publish, schema, shards, strictjson
 from libxd.errors import Status, XdError, of_exception
 from libxd.knobs import SIDES
 
@@ -18,7 +18,7 @@ CASE_ID = re.compile(r"c-[0-9a-f]{16}\Z")
 ATTEMPT_ID = re.compile(r"a[0-9]{4,}\Z")
 
 SEAL = "COMPLETE"
-#: what a sealed attempt holds beside its seal, in the order in which the tools write it
+#: what a sealed attempt holds beside its seal, in the order in which the tools write it; a score file may be in shards
 PAYLOADS = (
     "requested.json",
     "identity.json",
@@ -41,6 +41,15 @@ _SCHEMAS = {
     "comparison.json": "comparison",
     SEAL: "seal",
 }
+
+
+def payloads(names: Iterable[str]) -> tuple[str, ...]:
+    """`PAYLOADS`, with the shards of a side's scores in the place of its one file where `names` has any of them."""
+    names = list(names)
+    scores = {shards.whole(side): shards.wanted(names, side) for side in SIDES}
+    return tuple(name for payload in PAYLOADS for name in scores.get(payload, (payload,)))
+
+
 #: the files that may say so, in the order in which they are written
 _REFUSING = ("materialized.json", *(f"readback_{side}.json" for side in SIDES))
 
@@ -136,6 +145,22 @@ class Attempt:
         except OSError as error:
             raise of_exception(error, str(self.path)) from error
         return True
+
+    def names(self) -> list[str]:
+        """What lies there, sorted, without what a killed writer may have left. XdError when it cannot be listed."""
+        try:
+            return sorted(name for name in os.listdir(self.path) if not name.startswith(publish.TEMPORARY_PREFIX))
+        except OSError as error:
+            raise of_exception(error, str(self.path)) from error
+
+    def scored(self, side: str) -> bool:
+        """Whether a side's scores are there: all shards of them."""
+        names = self.names()
+        return set(shards.wanted(names, side)) <= set(names)
+
+    def scores(self, side: str) -> tuple[Path, ...]:
+        """The files of a side's scores, in order: one (there or not), or all shards. XdError as `shards.complete`."""
+        return tuple(self.path / name for name in shards.complete(self.names(), side, str(self.path)))
 
     @property
     def sealed(self) -> bool:

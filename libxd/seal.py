@@ -14,7 +14,7 @@ from typing import Any, Literal
 from libxd import canon, publish, verdict
 from libxd.errors import Status, XdError, of_exception
 from libxd.records import Case, digest
-from libxd.rundir import PAYLOADS, SEAL, SIDES, Attempt
+from libxd.rundir import PAYLOADS, SEAL, SIDES, Attempt, payloads
 
 _JSON = tuple(name for name in PAYLOADS if name.endswith(".json"))
 
@@ -37,8 +37,9 @@ def seal(attempt: Attempt) -> bool:
     XdError 66 when a payload is missing, 65 when a file is none of an attempt's or they do not belong together, 69
     when it was refused, 73 when it is sealed over other content.
     """
-    names = _names(attempt)
-    for problem in _set_problems(attempt, names, (*PAYLOADS, SEAL) if SEAL in names else PAYLOADS):
+    names = attempt.names()
+    payload = payloads(names)
+    for problem in _set_problems(attempt, names, (*payload, SEAL) if SEAL in names else payload):
         missing = problem.kind == "missing"
         if missing and (refusal := attempt.refusal()):
             raise refusal.error(attempt, "there is nothing to seal")
@@ -54,7 +55,7 @@ def seal(attempt: Attempt) -> bool:
                       hint="xd-seal --verify names the files that changed")  # fmt: skip
     case = Case.read(attempt)
     found = {name: attempt.read(name) for name in _JSON}
-    files = attempt.read(SEAL)["files"] if sealed else {name: _facts(attempt, name) for name in PAYLOADS}
+    files = attempt.read(SEAL)["files"] if sealed else {name: _facts(attempt, name) for name in payload}
     for problem in _inconsistencies(found, files):
         raise XdError(f"cannot be sealed: {problem}", code="seal-inconsistent", where=str(attempt))
     verdict.read(attempt, case)
@@ -71,18 +72,21 @@ def seal(attempt: Attempt) -> bool:
 
 def verify(attempt: Attempt) -> list[Problem]:
     """In which ways the attempt is not what its seal says; [] when it is. XdError only when it cannot be listed."""
-    names = _names(attempt)
+    names = attempt.names()
     if SEAL not in names:
         return [Problem(SEAL, "missing", "the attempt is not sealed")]
-    problems = _set_problems(attempt, names, (*PAYLOADS, SEAL))
+    problems = _set_problems(attempt, names, (*payloads(names), SEAL))
     if any(problem.name == SEAL for problem in problems):
         return problems
     try:
         sealed = attempt.read(SEAL)
     except XdError as error:
         return [*problems, Problem(SEAL, "malformed", error.issues[0].message)]
+    if set(sealed["files"]) != set(wanted := payloads(sealed["files"])):
+        return [*problems, Problem(SEAL, "malformed", "seals a set of files that no attempt has")]
+    problems = _set_problems(attempt, names, (*wanted, SEAL))
     flawed = {problem.name for problem in problems}
-    for name in PAYLOADS:
+    for name in wanted:
         if name not in flawed:
             problems += _changed(attempt, name, sealed["files"][name])
     return problems or _misnamed(attempt, sealed)
@@ -92,13 +96,6 @@ def require_untampered(attempt: Attempt) -> None:
     """XdError 65 where the attempt is sealed and not what its seal says. One that is not sealed is for who asks."""
     if attempt.has(SEAL) and (problems := verify(attempt)):
         raise XdError(f"sealed, but {problems[0]}", code="tampered", where=str(attempt))
-
-
-def _names(attempt: Attempt) -> list[str]:
-    try:
-        return sorted(name for name in os.listdir(attempt.path) if not name.startswith(publish.TEMPORARY_PREFIX))
-    except OSError as error:
-        raise of_exception(error, str(attempt)) from error
 
 
 def _set_problems(attempt: Attempt, names: list[str], wanted: tuple[str, ...]) -> list[Problem]:
@@ -173,6 +170,7 @@ def _inconsistencies(records: dict[str, Any], files: dict[str, Any]) -> list[Pro
     spoken_of = {**comparison["inputs"], "token_diffs.safetensors": comparison["token_diffs"],
                  "actual.json": comparison["actual"]}  # fmt: skip
     for name, wanted in spoken_of.items():
-        if (digest(name, records[name]) if name in records else files[name]["blake3"]) != wanted:
+        found = digest(name, records[name]) if name in records else files.get(name, {}).get("blake3")
+        if found != wanted:
             problems.append(Problem(name, "inconsistent", "not the file that comparison.json speaks of"))
     return problems

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = "xd.sequences.v1"
 PACKING = "none"  # no sequence sees another
+_BLOCK = 1 << 20  # bytes
 #: tensor -> dtype and length, in the order of the file: wide ones first, so that all are aligned
 LAYOUT = {
     "cu_seqlens": ("int64", "B+1"),
@@ -117,7 +118,7 @@ def _identity(raw: Mapping[str, memoryview]) -> dict[str, Any]:
         "digest": digest(digests),
         "num_sequences": len(raw["prompt_lens"]) // 4,
         "num_tokens": len(raw["active_mask"]),
-        "num_active": bytes(raw["active_mask"]).count(1),
+        "num_active": sum(block.count(1) for _, block in _blocks(raw["active_mask"])),
         "packing": PACKING,
     }
 
@@ -166,10 +167,10 @@ def _check_values(raw: Mapping[str, memoryview], where: str) -> None:
     The one check of a file, for planning, which has no numpy, as for scoring.
     """
     for name in ("active_mask", "attention_mask"):
-        if bytes(raw[name]).translate(None, b"\0\1"):
+        if any(block.translate(None, b"\0\1") for _, block in _blocks(raw[name])):
             raise _bad(where, name, "a bool tensor holds bytes other than 0 and 1")
-    token_ids, active, attention = raw["token_ids"], bytes(raw["active_mask"]), bytes(raw["attention_mask"])
-    boundaries, prompt_lens = _values(raw, "cu_seqlens").tolist(), _values(raw, "prompt_lens")
+    token_ids, active = raw["token_ids"], raw["active_mask"]
+    boundaries, prompt_lens = _values(raw, "cu_seqlens"), _values(raw, "prompt_lens")
     _check_boundaries(boundaries, len(active), where)
     for name, what in (
         ("token_ids", "an id is negative"),
@@ -184,14 +185,16 @@ def _check_values(raw: Mapping[str, memoryview], where: str) -> None:
         if not 1 <= prompt_lens[sequence] <= end - begin:
             raise _bad(where, f"prompt_lens/{sequence}", "a prompt is empty or longer than its sequence",
                        found=str(prompt_lens[sequence]))  # fmt: skip
-        index = active.find(1, begin, begin + prompt_lens[sequence])
+        index = bytes(active[begin : begin + prompt_lens[sequence]]).find(1)
         if index >= 0:
+            index += begin
             what = "a prompt token" if index > begin else "a sequence's first token, which nothing comes before,"
             raise _bad(where, f"active_mask/{index}", f"{what} is active")
-    outside = int.from_bytes(active, "little") & ~int.from_bytes(attention, "little")
-    if outside:
-        raise _bad(where, f"active_mask/{(outside.bit_length() - 1) // 8}",
-                   "a token outside the attention mask is active")  # fmt: skip
+    for begin, block in _blocks(active):
+        attended = int.from_bytes(raw["attention_mask"][begin : begin + len(block)], "little")
+        if outside := int.from_bytes(block, "little") & ~attended:
+            raise _bad(where, f"active_mask/{begin + (outside.bit_length() - 1) // 8}",
+                       "a token outside the attention mask is active")  # fmt: skip
     logprobs = _values(raw, "logprobs")
     if all(map(math.isnan, logprobs)):
         pass  # none were recorded
@@ -202,18 +205,24 @@ def _check_values(raw: Mapping[str, memoryview], where: str) -> None:
     _check_shared_prompts(token_ids, boundaries, prompt_lens, _values(raw, "prompt_index"), where)
 
 
+def _blocks(data: memoryview) -> Iterator[tuple[int, bytes]]:
+    """A tensor's bytes a block at a time, each with its place: what is copied is small however large the file."""
+    for begin in range(0, len(data), _BLOCK):
+        yield begin, bytes(data[begin : begin + _BLOCK])
+
+
 def _values(raw: Mapping[str, memoryview], name: str) -> memoryview:
     """A tensor's numbers, as Python's; the files are little-endian, as are the machines that xd runs on."""
     return raw[name].cast({"int64": "q", "int32": "i", "float32": "f"}[LAYOUT[name][0]])
 
 
 def _check_shared_prompts(
-    token_ids: memoryview, boundaries: list[int], prompt_lens: memoryview, prompt_index: memoryview, where: str
+    token_ids: memoryview, boundaries: Sequence[int], prompt_lens: memoryview, prompt_index: memoryview, where: str
 ) -> None:
     """Samples of one prompt begin with the same ids: a runtime may compute them once."""
-    first: dict[int, bytes] = {}
+    first: dict[int, str] = {}
     for sequence, begin in enumerate(boundaries[:-1]):
-        prompt = bytes(token_ids[4 * begin : 4 * (begin + prompt_lens[sequence])])
+        prompt = canon.digest_bytes(token_ids[4 * begin : 4 * (begin + prompt_lens[sequence])])
         if first.setdefault(prompt_index[sequence], prompt) != prompt:
             raise _bad(where, f"prompt_index/{sequence}", "two sequences of one prompt begin with other ids",
                        found=prompt_index[sequence])  # fmt: skip

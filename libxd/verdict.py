@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from libxd import canon, contract, judge, schema
+from libxd import canon, contract, judge, shards
 from libxd.actual import actual
 from libxd.errors import XdError
 from libxd.records import JUDGED, Case, digest
@@ -19,6 +19,7 @@ from libxd.rundir import SIDES, Attempt
 from libxd.tensors import TensorFile
 
 NAME = "comparison.json"
+_BLOCK_BYTES = 1 << 20
 
 
 def status(violations: list[Any], problems: list[Any], counts: Mapping[str, int] | None) -> str:
@@ -76,6 +77,8 @@ def _flaws(attempt: Attempt, case: Case, comparison: dict[str, Any]) -> Iterator
     }
     for name, value in expected.items():
         yield from _differing(NAME, f"/{name}", comparison[name], value)
+    scored = {path.name for side in SIDES for path in attempt.scores(side)}
+    yield from _differing(NAME, "/inputs", sorted(comparison["inputs"]), sorted(scored | records.keys()))
     for name, record in records.items():
         yield from _differing(NAME, f"/inputs/{name}", comparison["inputs"][name], digest(name, record))
     yield from _differing(NAME, "/violations", *_violations(attempt, case, shown, comparison["violations"]))
@@ -88,11 +91,7 @@ def _violations(
     attempt: Attempt, case: Case, shown: dict[str, Any], said: list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Those that are said and those that the records give, without the ones that only a score file's tensors show."""
-    scores = {}
-    for side in SIDES:
-        path = attempt.file(f"score_{side}.safetensors")
-        with TensorFile(path) as file:
-            scores[side] = {"metadata": schema.validate("score_metadata", file.metadata, str(path))}
+    scores = {side: {"metadata": shards.read_metadata(attempt, side)} for side in SIDES}
     tensors = {f"score_{side}.safetensors#/{name}" for side in SIDES for name in judge.SCORED}
     found = judge.violations(case.identity, shown, scores, case.materialized["strict"])
     return [entry for entry in said if entry["path"] not in tensors], found
@@ -107,11 +106,13 @@ def _count_flaws(attempt: Attempt, counts: dict[str, int] | None) -> Iterator[_F
         yield from _differing(NAME, f"/counts/{name}", counts[name] if counts else 0, number)
 
 
-def _integers(file: TensorFile, name: str) -> tuple[int, ...]:
+def _integers(file: TensorFile, name: str) -> Iterator[int]:
     """The values of an int64 tensor [n]. XdError 65 when it is another one."""
     file.expect(name, "int64", (None,))
     raw = file.raw(name)
-    return struct.unpack(f"<{len(raw) // 8}q", raw)
+    for start in range(0, len(raw), _BLOCK_BYTES):
+        yield from struct.unpack(f"<{len(raw[start : start + _BLOCK_BYTES]) // 8}q", raw[start : start + _BLOCK_BYTES])
+        file.release()
 
 
 def _differing(name: str, pointer: str, found: Any, expected: Any) -> Iterator[_Flaw]:

@@ -10,6 +10,7 @@ from scoring_fixtures import Bench, frozen
 
 from libxd import sequences as sequences_file
 from libxd.errors import Status, XdError
+from libxd.rundir import Attempt
 from libxd.runtimes.protocol import ObservedInputs, Scores
 from libxd.scoring import score_file
 from libxd.scoring.task import Task
@@ -90,9 +91,10 @@ def test_all_nans_are_written_as_one(tmp_path, scored):
         metadata = file.metadata
     odd = np.full(T, -1, np.float32)
     odd[:3] = np.array([0x7FC00001, 0xFFC00000, 0x7F800001], np.uint32).view(np.float32)
-    assert score_file.write(tmp_path / "a", frozen(), scores(logprobs=odd), metadata)
+    place = Attempt(tmp_path)
+    assert score_file.write(place, frozen(), scores(logprobs=odd), metadata)
     odd[:3] = np.nan
-    assert not score_file.write(tmp_path / "a", frozen(), scores(logprobs=odd), metadata)
+    assert not score_file.write(place, frozen(), scores(logprobs=odd), metadata)
 
 
 def task(attempt):

@@ -80,7 +80,7 @@ def cli(
     for each in evidences:
         diagnosed = None
         with console.guard(str(each.attempt or each.rollout.path)):
-            diagnosed = diagnosis.of_pair(each, climbed.get(str(each.attempt)))
+            diagnosed = diagnosis.of_pair(each.aside(), climbed.get(str(each.attempt)))  # one at a time in memory
             found.append(diagnosed)
         unread |= diagnosed is None
     if len(evidences) > 1:

@@ -6,7 +6,7 @@ import os
 
 import click
 
-from libxd import canon, console, environment
+from libxd import canon, console, environment, shards
 from libxd.console import Console
 from libxd.rundir import SIDES
 from libxd.runtimes.ranks import launch
@@ -30,10 +30,12 @@ xd-score --side rollout --python ~/vllm/bin/python runs/s2/cases/c-0123456789abc
               help="Interpreter of the engine. Default: $XD_PYTHON_<RUNTIME> (as XD_PYTHON_CPU_SMOKE), else this one.")
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
               help="End an engine that takes longer for one attempt. Default: wait.")
+@click.option("--shard-tokens", type=click.IntRange(1), metavar="N", default=shards.SHARD_TOKENS, show_default=True,
+              help="Write scores of more than N tokens in shards of whole sequences, up to N tokens each.")
 @click.option("--describe", is_flag=True, help="Print what that interpreter computes with, as JSON; score nothing.")
 def cli(
     console: Console, attempts: tuple[str, ...], side: str | None, python: str | None, timeout: float | None,
-    describe: bool,
+    shard_tokens: int, describe: bool,
 ) -> None:  # fmt: skip
     """Score materialised attempts (operands, or paths on stdin) and print each path as soon as its scores stand.
 
@@ -67,7 +69,7 @@ def cli(
     ) as supervisor:  # fmt: skip
         for path in intake:
             with console.guard(path):
-                task = Task.read(path, side)
+                task = Task.read(path, side, shard_tokens)
                 if task.answered():
                     console.debug(f"{path}: scored already")
                 else:

@@ -52,7 +52,8 @@ def _stored(evidence: Evidence) -> Iterator[str]:
     said = evidence.attempt.comparison()
     if said["counts"] is None or said["counts"]["active"] != evidence.count:  # no numbers, or of other tokens
         return
-    d = (evidence.training.logprobs - evidence.rollout.logprobs)[evidence.cells].astype(np.float64)
+    cells = evidence.cells
+    d = (evidence.training.logprobs[cells] - evidence.rollout.logprobs[cells]).astype(np.float64)
     given = {
         "mean_signed": math.fsum(d) / d.size,
         "mean_absolute": math.fsum(np.abs(d)) / d.size,

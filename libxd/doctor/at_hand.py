@@ -108,7 +108,7 @@ def _rescored(
 
 def _frozen(evidence: Evidence) -> Sequences:
     """The pair's tokens as sequences whose prompts end before the first active token."""
-    file, active = evidence.rollout, evidence.both_active
+    file, active = evidence.rollout, np.concatenate([evidence.active(where) for where in evidence.blocks()])
     lengths = np.diff(file.cu_seqlens)
     starts = file.cu_seqlens[:-1]
     prompt_lens = np.array([

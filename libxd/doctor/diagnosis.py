@@ -90,8 +90,8 @@ def together(evidences: Sequence[Evidence], in_order: bool) -> Diagnosis | None:
     if not findings and not silent:
         return None
     findings.sort(key=lambda finding: -finding.likelihood)
-    return Diagnosis([str(each.attempt) for each in evidences], None, sum(each.count for each in evidences),
-                     sum(int(each.sequences.size) for each in evidences), None, None, findings, silent)  # fmt: skip
+    return Diagnosis([str(each.attempt) for each in evidences], None, sum(each.brief.count for each in evidences),
+                     sum(each.brief.sequences for each in evidences), None, None, findings, silent)  # fmt: skip
 
 
 def rung(evidence: Evidence) -> Rung | None:

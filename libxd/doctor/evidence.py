@@ -6,7 +6,7 @@ A of the T tokens are looked at, of S sequences that have one. Numbers are float
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import cached_property
@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from libxd import seal
+from libxd import scores, seal
 from libxd.diagnostics import locate
 from libxd.doctor.rescoring import Rescored
+from libxd.doctor.statistics import means_by
 from libxd.doctor.vocabulary import Vocabulary
 from libxd.knobs import DTYPE_OF_SIDE
 from libxd.pairs import Pair
@@ -49,6 +50,34 @@ class Known:
         return bool(getattr(self, name))
 
 
+class Places:
+    """How many flat indices were found, and the first few of them."""
+
+    SHOWN = 3
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.first: list[int] = []
+
+    def add(self, index: np.ndarray) -> None:
+        """Take in further ones, which rise."""
+        self.size += index.size
+        self.first += index[: self.SHOWN - len(self.first)].tolist()
+
+
+@dataclass(frozen=True)
+class Brief:
+    """Of an `Evidence`, what several attempts are set beside one another by.
+
+    count: tokens. sequences: those that have one, S. mean: of |d|; by_sequence: the same of each, float64 [S].
+    """
+
+    count: int
+    sequences: int
+    mean: float | None
+    by_sequence: np.ndarray
+
+
 @dataclass(frozen=True)
 class Evidence:
     """Two score files, side by side where they can be.
@@ -69,6 +98,19 @@ class Evidence:
         """The same, with more at hand."""
         return replace(self, known=known)
 
+    @cached_property
+    def brief(self) -> Brief:
+        """Without what it is made of, which would be held for as long as this is."""
+        at = self.aside()
+        means = means_by(at.index, at.magnitude, at.sequences.size) if at.count else np.zeros(0)
+        return Brief(at.count, at.sequences.size, float(np.mean(at.magnitude)) if at.count else None, means)
+
+    def aside(self) -> Evidence:
+        """The same once more: what is computed of it goes with it."""
+        copy = replace(self)
+        copy.__dict__["tampered"] = self.tampered  # every file's digest, which is not taken twice
+        return copy
+
     # -- the files
 
     @property
@@ -87,10 +129,32 @@ class Evidence:
             self.rollout.cu_seqlens, self.training.cu_seqlens
         )
 
+    def blocks(self) -> Iterator[slice]:
+        """All T places where the files lie side by side, or the rollout side's, a block of N at a time."""
+        return scores.blocks(self.rollout.tokens, *self.files)
+
+    def active(self, where: slice) -> np.ndarray:
+        """Which places both sides call active: bool [N]."""
+        return self.rollout.active_mask[where] & self.training.active_mask[where]
+
+    def find(self, holds: Callable[[slice], np.ndarray]) -> Places:
+        """The places at which `holds`, of a block, is true: bool [N]."""
+        found = Places()
+        for where in self.blocks():
+            found.add(where.start + np.flatnonzero(holds(where)))
+        return found
+
+    def marked(self, index: np.ndarray, where: slice) -> np.ndarray:
+        """Which places of a block are among rising flat indices: bool [N]."""
+        first, last = np.searchsorted(index, (where.start, where.stop))
+        marks = np.zeros(where.stop - where.start, bool)
+        marks[index[first:last] - where.start] = True
+        return marks
+
     @cached_property
-    def both_active(self) -> np.ndarray:
-        """bool [T]."""
-        return self.rollout.active_mask & self.training.active_mask
+    def firsts(self) -> np.ndarray:
+        """The first place of every sequence that has one: int64, rising."""
+        return self.cu_seqlens[:-1][np.diff(self.cu_seqlens) > 0]
 
     @property
     def cu_seqlens(self) -> np.ndarray:
@@ -119,15 +183,23 @@ class Evidence:
         """Flat indices, in order: int64 [A]."""
         if not self.side_by_side:
             return np.zeros(0, np.int64)
-        usable = self.both_active & (self.rollout.token_ids == self.training.token_ids)
+        kept, count = [], 0
+        for where in self.blocks():
+            cells = self._usable(where)
+            count += cells.size
+            if count - cells.size <= MOST_TOKENS:
+                kept.append(cells)
+        if count <= MOST_TOKENS or self.cu_seqlens.size <= (keep_every := -(-count // MOST_TOKENS)) + 1:
+            return np.concatenate([np.zeros(0, np.int64), *kept])[:MOST_TOKENS]
+        some = (self._usable(where) for where in self.blocks())
+        return np.concatenate([cells[self._sequence_of(cells) % keep_every == 0] for cells in some])
+
+    def _usable(self, where: slice) -> np.ndarray:
+        """The places of a block that may be looked at: flat indices, int64."""
+        usable = self.active(where) & (self.rollout.token_ids[where] == self.training.token_ids[where])
         for file in self.files:
-            usable &= np.isfinite(file.logprobs)
-        cells = np.flatnonzero(usable)
-        if cells.size <= MOST_TOKENS:
-            return cells
-        of = self._sequence_of(cells)
-        keep_every = -(-cells.size // MOST_TOKENS)
-        return cells[of % keep_every == 0] if self.cu_seqlens.size > keep_every + 1 else cells[:MOST_TOKENS]
+            usable &= np.isfinite(file.logprobs[where])
+        return where.start + np.flatnonzero(usable)
 
     def _sequence_of(self, cells: np.ndarray) -> np.ndarray:
         return np.searchsorted(self.cu_seqlens, cells, side="right") - 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from libxd.doctor.evidence import Evidence
@@ -31,21 +33,27 @@ def examine(evidence: Evidence) -> Finding | None:
 
 def _differ(evidence: Evidence) -> list[str]:
     rollout, training = (file.active_mask for file in evidence.files)
-    differ = np.flatnonzero(rollout != training)
+    differ = evidence.find(lambda where: rollout[where] != training[where])
     if not differ.size:
         return []
-    line = (f"{differ.size} tokens are active on one side alone: {int(np.count_nonzero(rollout[differ]))} on rollout, "
-            f"{int(np.count_nonzero(training[differ]))} on training; first {evidence.place(differ[0])}")  # fmt: skip
+    ours = evidence.find(lambda where: rollout[where] & ~training[where]).size
+    line = (f"{differ.size} tokens are active on one side alone: {ours} on rollout, {differ.size - ours} on training; "
+            f"first {evidence.place(differ.first[0])}")  # fmt: skip
     if differ.size == rollout.size:
         line += "; one mask is the other's inverse"
-    elif any(np.array_equal(np.roll(rollout, step), training) for step in (-1, 1)):
+    elif any(not evidence.find(lambda where, by=step: _moved(rollout, where, by) != training[where]).size
+             for step in (-1, 1)):  # fmt: skip
         line += "; one mask is the other's, moved by one token"
     return [line]
 
 
+def _moved(values: np.ndarray, where: slice, step: int) -> np.ndarray:
+    """A block of `values` [T] rolled by `step`."""
+    return values[np.arange(where.start - step, where.stop - step) % values.size]
+
+
 def _first(evidence: Evidence) -> list[str]:
-    firsts = evidence.cu_seqlens[:-1][np.diff(evidence.cu_seqlens) > 0]
-    wrong = firsts[evidence.both_active[firsts]]
+    wrong = evidence.find(lambda where: evidence.active(where) & evidence.marked(evidence.firsts, where))
     return [f"the first token of {wrong.size} sequences is active, and nothing comes before it"] if wrong.size else []
 
 
@@ -53,14 +61,17 @@ def _prompt(evidence: Evidence) -> list[str]:
     known = evidence.known.sequences
     if known is None or not np.array_equal(known.cu_seqlens, evidence.cu_seqlens):
         return []
-    starts = evidence.cu_seqlens[:-1]
-    position = np.arange(evidence.both_active.size) - np.repeat(starts, np.diff(evidence.cu_seqlens))
-    in_prompt = position < np.repeat(known.prompt_lens, np.diff(evidence.cu_seqlens))
-    wrong = np.flatnonzero(evidence.both_active & in_prompt)
+    ends = evidence.cu_seqlens[:-1] + known.prompt_lens
+
+    def prompt(where: slice) -> np.ndarray:
+        index = np.arange(where.start, where.stop)
+        return index < ends[np.searchsorted(evidence.cu_seqlens, index, side="right") - 1]
+
+    wrong = evidence.find(lambda where: evidence.active(where) & prompt(where))
     if not wrong.size:
         return []
-    line = f"{wrong.size} prompt tokens are active; first {evidence.place(wrong[0])}"
-    if wrong.size == np.count_nonzero(evidence.both_active):
+    line = f"{wrong.size} prompt tokens are active; first {evidence.place(wrong.first[0])}"
+    if wrong.size == evidence.find(evidence.active).size:
         line += "; no response token is: the mask is inverted"
     return [line]
 
@@ -69,37 +80,65 @@ def _special(evidence: Evidence) -> list[str]:
     vocabulary = evidence.known.vocabulary
     if vocabulary is None:
         return []
-    ids, active = evidence.rollout.token_ids, evidence.both_active
+    ids = evidence.rollout.token_ids
+    eos = list(vocabulary.eos)
     lines = []
-    ends = np.isin(ids, list(vocabulary.eos))
     if vocabulary.pad is not None and vocabulary.pad not in vocabulary.eos:
-        pads = np.flatnonzero(active & (ids == vocabulary.pad))
+        pads = evidence.find(lambda where: evidence.active(where) & (ids[where] == vocabulary.pad))
         if pads.size:
-            where = evidence.place(pads[0])
+            where = evidence.place(pads.first[0])
             lines.append(f"{pads.size} active tokens are padding (id {vocabulary.pad}); first {where}")
-    starts, lasts = evidence.cu_seqlens[:-1], evidence.cu_seqlens[1:] - 1
-    before = np.zeros(ids.size, bool)  # an active end token is right before, in the same sequence
-    before[1:] = (active & ends)[:-1]
-    before[starts[starts < ids.size]] = False
-    behind = np.flatnonzero(active & ends & before)
+
+    def ends(where: slice) -> np.ndarray:
+        return np.isin(ids[where], eos)
+
+    behind = evidence.find(lambda where: evidence.active(where) & ends(where) & _before(
+        evidence, where, lambda last: evidence.active(last) & ends(last)
+    ))  # fmt: skip
     if behind.size:
         lines.append(f"{behind.size} end tokens are active behind an active end token, as padding by that id is; first "
-                     f"{evidence.place(behind[0])}")  # fmt: skip
-    lasts = lasts[lasts > starts]
-    closed = lasts[ends[lasts] & active[lasts - 1] & ~ends[lasts - 1]]
-    if closed.size and not active[closed].any():
+                     f"{evidence.place(behind.first[0])}")  # fmt: skip
+    lasts = (evidence.cu_seqlens[1:] - 1)[np.diff(evidence.cu_seqlens) > 1]
+
+    def closing(where: slice) -> np.ndarray:
+        return evidence.marked(lasts, where) & ends(where) & _before(
+            evidence, where, lambda last: evidence.active(last) & ~ends(last)
+        )  # fmt: skip
+
+    closed = evidence.find(closing)
+    if closed.size and not evidence.find(lambda where: closing(where) & evidence.active(where)).size:
         lines.append(f"the end token of all {closed.size} sequences that end with one behind an active token is not "
-                     f"active; first {evidence.place(closed[0])}")  # fmt: skip
+                     f"active; first {evidence.place(closed.first[0])}")  # fmt: skip
     return lines + _roles(evidence)
+
+
+def _before(evidence: Evidence, where: slice, holds: Callable[[slice], np.ndarray]) -> np.ndarray:
+    """Whether the token before each of a block is so, in the same sequence: bool [N]."""
+    before = np.zeros(where.stop - where.start, bool)
+    begin = max(where.start - 1, 0)
+    before[begin + 1 - where.start :] = holds(slice(begin, where.stop - 1))
+    return before & ~evidence.marked(evidence.firsts, where)
 
 
 def _roles(evidence: Evidence) -> list[str]:
     vocabulary = evidence.known.vocabulary
     assert vocabulary is not None
     ids = evidence.rollout.token_ids
-    opened = np.flatnonzero(np.isin(ids[:-1], list(vocabulary.openers)) & evidence.both_active[1:])
-    wrong = [i for i in opened if int(ids[i + 1]) in vocabulary.other_roles]
-    if not wrong:
+    openers, others = list(vocabulary.openers), list(vocabulary.other_roles)
+    seen: set[int] = set()
+
+    def opened(where: slice) -> np.ndarray:
+        """The opening token of a turn whose role, the token behind it, is active and another's."""
+        behind = slice(where.start + 1, min(where.stop + 1, ids.size))
+        roles = evidence.active(behind) & np.isin(ids[behind], others)
+        wrong = np.zeros(where.stop - where.start, bool)
+        wrong[: roles.size] = roles & np.isin(ids[where][: roles.size], openers)
+        seen.update(ids[behind][wrong[: roles.size]].tolist())
+        return wrong
+
+    wrong = evidence.find(opened)
+    if not wrong.size:
         return []
-    words = sorted({vocabulary.other_roles[int(ids[i + 1])] for i in wrong})
-    return [f"{len(wrong)} turns of another role ({', '.join(words)}) are active; first {evidence.place(wrong[0])}"]
+    words = sorted({vocabulary.other_roles[role] for role in seen})
+    return [f"{wrong.size} turns of another role ({', '.join(words)}) are active; first "
+            f"{evidence.place(wrong.first[0])}"]  # fmt: skip

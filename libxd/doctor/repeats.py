@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
-import numpy as np
-
 from libxd import effect
 from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import FACT, HINT, SHAPE, Finding, Rule
@@ -31,14 +29,14 @@ RULE = Rule(
 def examine(evidences: Sequence[Evidence]) -> list[Finding]:
     """Of several attempts together."""
     again, shaped, floor, share = [], [], 0.0, 0.0
-    read = [(each, each.attempt, Case.read(each.attempt)) for each in evidences if each.attempt and each.count]
+    read = [(each, each.attempt, Case.read(each.attempt)) for each in evidences if each.attempt and each.brief.count]
     for (a, first, its), (b, second, other) in combinations(read, 2):
         for kind, side, seen in _beside(first, its, second, other):
             if not seen.mean_absolute:
                 continue
             line = (f"{side} of {b.attempt} against {a.attempt}: mean {seen.mean_absolute:.3g}, max "
                     f"{seen.max_absolute:.3g}, {seen.bitwise_equal_share:.0%} bitwise equal")  # fmt: skip
-            apart = max(float(np.mean(each.magnitude)) for each in (a, b))
+            apart = max(each.brief.mean or 0.0 for each in (a, b))
             if kind == "repeat":
                 again.append(line)
             elif seen.mean_absolute >= _PART * apart:

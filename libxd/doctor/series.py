@@ -8,7 +8,7 @@ import numpy as np
 
 from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import FACT, SHAPE, Finding, Rule
-from libxd.doctor.statistics import means_by, ranks
+from libxd.doctor.statistics import ranks
 from libxd.rundir import SIDES
 
 _TIMES, _ABOVE, _EACH = 2.0, 0.9, 8
@@ -80,7 +80,7 @@ def _stale(evidences: Sequence[Evidence]) -> list[str]:
         changed = [side for side, (before, after) in digests.items() if before != after]
         if len(changed) == 1:
             other = next(side for side in SIDES if side not in changed)
-            mean = float(np.mean(evidences[step].magnitude)) if evidences[step].count else float("nan")
+            mean = evidences[step].brief.mean if evidences[step].brief.count else float("nan")
             lines.append(f"step {step}: weights changed on {changed[0]} and not on {other}; mean |training - rollout| "
                          f"{mean:.3g}")  # fmt: skip
     return lines
@@ -95,8 +95,7 @@ def _updated(evidences: Sequence[Evidence]) -> bool | None:
 
 
 def _jump(evidences: Sequence[Evidence]) -> tuple[int, list[str]] | None:
-    means = [means_by(each.index, each.magnitude, each.sequences.size) if each.count else np.zeros(0)
-             for each in evidences]  # fmt: skip
+    means = [each.brief.by_sequence for each in evidences]
     best: tuple[float, int] | None = None
     for step in range(1, len(means)):
         before, after = np.concatenate(means[:step]), np.concatenate(means[step:])

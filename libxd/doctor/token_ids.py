@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
-from libxd.doctor.evidence import Evidence
+from libxd import scores
+from libxd.doctor.evidence import Evidence, Places
 from libxd.doctor.finding import FACT, Finding, Rule
 from libxd.scores import ScoreFile
 
@@ -17,6 +20,7 @@ RULE = Rule(
     "None: facts.",
 )
 _SHOWN = 3
+_RELEASE_EVERY = 4096  # sequences
 
 
 def examine(evidence: Evidence) -> Finding | None:
@@ -29,11 +33,15 @@ def _beyond(evidence: Evidence) -> Finding | None:
         return None
     lines = []
     for file in evidence.files:
-        wrong = np.flatnonzero((file.token_ids >= size) | (file.token_ids < 0))
+        wrong = Places()
+        for where in scores.blocks(file.tokens, file):
+            ids = file.token_ids[where]
+            wrong.add(where.start + np.flatnonzero((ids >= size) | (ids < 0)))
         if wrong.size:
+            first = wrong.first[0]
             lines.append(
-                f"{file.side}: {wrong.size} ids beyond the vocabulary of {size}, first {int(file.token_ids[wrong[0]])} "
-                f"at {_place(file, int(wrong[0]))}"
+                f"{file.side}: {wrong.size} ids beyond the vocabulary of {size}, first {int(file.token_ids[first])} "
+                f"at {_place(file, first)}"
             )
     if not lines:
         return None
@@ -57,15 +65,21 @@ def _doubled(evidence: Evidence) -> Finding | None:
         if found
     ]
     bos = evidence.known.vocabulary.bos if evidence.known.vocabulary else None
-    if not lines and bos is not None:
-        twice = [s for s in range(count) if _ids(rollout, s)[:2].tolist() == [bos, bos]]
-        if twice:
-            lines = [f"both sides: {len(twice)} of {count} sequences begin with the begin token {bos} twice"]
+    if not lines and bos is not None and (twice := sum(_begins_with(rollout, count, bos))):
+        lines = [f"both sides: {twice} of {count} sequences begin with the begin token {bos} twice"]
     if not lines:
         return None
     return Finding("double-bos", FACT, "a begin token was put before ids that had one", lines, [
         "tokenise with add_special_tokens=False where a chat template has written the begin token",
     ])  # fmt: skip
+
+
+def _begins_with(file: ScoreFile, count: int, bos: int) -> Iterator[bool]:
+    """Of the first `count` sequences, whether each begins with that id twice."""
+    for sequence in range(count):
+        yield _ids(file, sequence)[:2].tolist() == [bos, bos]
+        if sequence % _RELEASE_EVERY == 0:
+            file.release()
 
 
 def _file(evidence: Evidence, side: str) -> ScoreFile:
@@ -85,14 +99,16 @@ def _differing(evidence: Evidence) -> Finding | None:
     rollout, training = evidence.files
     count = min(rollout.cu_seqlens.size, training.cu_seqlens.size) - 1
     if evidence.side_by_side:
-        differ = np.flatnonzero(rollout.token_ids != training.token_ids)
+        differ = evidence.find(lambda where: rollout.token_ids[where] != training.token_ids[where])
         if not differ.size:
             return None
-        active = int(np.count_nonzero(evidence.both_active[differ]))
+        active = evidence.find(
+            lambda where: evidence.active(where) & (rollout.token_ids[where] != training.token_ids[where])
+        ).size
         lines = [f"{differ.size} of {rollout.tokens} ids differ, {active} of them at active tokens"]
         lines += [f"{evidence.place(i)} on rollout, id {int(training.token_ids[i])} on training"
-                  for i in differ[:_SHOWN]]  # fmt: skip
-        if active == differ.size and _neighbours(evidence, differ):
+                  for i in differ.first]  # fmt: skip
+        if active == differ.size and _neighbours(evidence):
             lines.append("there the one side's id is the other's next or last one: labels are off by one")
     else:
         lines = []
@@ -112,12 +128,17 @@ def _differing(evidence: Evidence) -> Finding | None:
                     "look at templates: stripped reasoning, re-tokenised turns, another chat template"])  # fmt: skip
 
 
-def _neighbours(evidence: Evidence, differ: np.ndarray) -> bool:
+def _neighbours(evidence: Evidence) -> bool:
+    """Whether the ids of one side that differ are the other's next ones, or its last ones."""
     rollout, training = (file.token_ids for file in evidence.files)
-    inner = differ[(differ > 0) & (differ < rollout.size - 1)]
-    if inner.size < 2:
-        return False
-    return any(np.mean(rollout[inner + step] == training[inner]) > 0.9 for step in (-1, 1))
+    count, equal = 0, {-1: 0, 1: 0}
+    for where in evidence.blocks():
+        inner = where.start + np.flatnonzero(rollout[where] != training[where])
+        inner = inner[(inner > 0) & (inner < rollout.size - 1)]
+        count += inner.size
+        for step in equal:
+            equal[step] += int(np.count_nonzero(rollout[inner + step] == training[inner]))
+    return count > 1 and any(number / count > 0.9 for number in equal.values())
 
 
 def _ids(file: ScoreFile, sequence: int) -> np.ndarray:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from libxd.doctor.evidence import Evidence
+from libxd.doctor.evidence import Evidence, Places
 from libxd.doctor.finding import SHAPE, Finding, Rule
 from libxd.rundir import SIDES
 
@@ -35,7 +35,7 @@ def examine(evidence: Evidence) -> Finding | None:
             continue
         lines = []
         if outside.size:
-            lines.append(f"{outside.size} active tokens are -inf on {side}; first {evidence.place(outside[0])}")
+            lines.append(f"{outside.size} active tokens are -inf on {side}; first {evidence.place(outside.first[0])}")
         rest = ours >= theirs
         if alone is not None:
             bound = float(np.quantile(-theirs[alone], 0.9))
@@ -61,10 +61,10 @@ def _alone(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray | None:
     return alone if alone[as_likely].mean() >= _ALL else None
 
 
-def _outside(evidence: Evidence, side: str) -> np.ndarray:
-    """Active tokens of logprob -inf: flat indices."""
+def _outside(evidence: Evidence, side: str) -> Places:
+    """Active tokens of logprob -inf."""
     file = next(file for file in evidence.files if file.side == side)
-    return np.flatnonzero(evidence.both_active & np.isneginf(file.logprobs))
+    return evidence.find(lambda where: evidence.active(where) & np.isneginf(file.logprobs[where]))
 
 
 def _on_decimals(values: np.ndarray) -> bool:

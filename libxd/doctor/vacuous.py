@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from libxd import scores
 from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import FACT, Finding, Rule
+from libxd.scores import ScoreFile
 
 RULE = Rule(
     "vacuous",
@@ -21,12 +23,8 @@ _LEAST = 8
 def examine(evidence: Evidence) -> Finding | None:
     rollout = evidence.rollout
     if not evidence.count and (not rollout.tokens or evidence.side_by_side):
-        lines = [
-            f"{file.side}: {int(np.count_nonzero(file.active_mask))} of {file.tokens} tokens active, "
-            f"{int(np.isfinite(file.logprobs).sum())} with a finite logprob"
-            for file in evidence.files
-        ]
-        if rollout.tokens and not evidence.both_active.any():
+        lines = [_line(file) for file in evidence.files]
+        if rollout.tokens and not evidence.find(evidence.active).size:
             lines.append("no token is active on both sides")
         return Finding("nothing-compared", FACT, "a mean over no token is no agreement", lines,
                        ["look at how the active mask is made, and at what is left of it after filtering"])  # fmt: skip
@@ -40,3 +38,11 @@ def examine(evidence: Evidence) -> Finding | None:
             "see whether the training side's logprobs are computed at all, or taken from the rollout",
         ])  # fmt: skip
     return None
+
+
+def _line(file: ScoreFile) -> str:
+    active = finite = 0
+    for where in scores.blocks(file.tokens, file):
+        active += int(np.count_nonzero(file.active_mask[where]))
+        finite += int(np.count_nonzero(np.isfinite(file.logprobs[where])))
+    return f"{file.side}: {active} of {file.tokens} tokens active, {finite} with a finite logprob"

@@ -44,11 +44,11 @@ class Dump:
         """The dump with a mask: its own, or that of the side which the attempt holds. XdError 65: there is none."""
         if self.masked:
             return self
-        side = next((each for each in SIDES if attempt and attempt.has(f"score_{each}.safetensors")), None)
+        side = next((each for each in SIDES if attempt and attempt.scored(each)), None)
         if attempt is None or side is None:
             raise XdError("does not say which tokens count", code="no-mask", where=self.name,
                           hint="import the other side before it, or map active or prompt_len to a column")  # fmt: skip
-        file = ScoreFile(attempt.file(f"score_{side}.safetensors"), side)
+        file = ScoreFile(attempt.scores(side), side)
         file.require_sound()
         if not np.array_equal(file.cu_seqlens, self.batch.cu_seqlens):
             return self  # and publishing says which sequence has another length

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from libxd import __version__, canon, publish, schema, tensors
+from libxd import __version__, canon, publish, schema, shards, tensors
 from libxd import sequences as frozen
 from libxd.errors import Status, XdError
 from libxd.imports import request
@@ -85,9 +85,7 @@ def add(
         "dtypes": {"parameters": None, "logits": None}, "observed": observed,
         "declared_dtype": case.requested["values"][DTYPE_OF_SIDE[side]],
     }  # fmt: skip
-    name = f"score_{side}.safetensors"
-    attempt.refuse_growth(name)
-    tensors.write(attempt.file(name), {
+    shards.write(attempt, side, {
         "cu_seqlens": batch.cu_seqlens, "token_ids": batch.token_ids, "logprobs": batch.logprobs[side],
         **(dict(batch.extras) if extras else {}), "active_mask": batch.active_mask,
     }, metadata)  # fmt: skip
@@ -143,7 +141,7 @@ def _observed(batch: Batch, semantics: Mapping[str, Any]) -> dict[str, Any]:
 def _require_same_tokens(attempt: Attempt, case: Case, side: str, batch: Batch) -> None:
     """XdError 65 at the first token that is another than the attempt's."""
     other = next(each for each in SIDES if each != side)
-    if attempt.has(f"score_{other}.safetensors"):
+    if attempt.scored(other):
         file = ScoreFile.of(attempt, other, case.materialized, case.identity["sequences"]["num_tokens"])
         file.require_sound()
         theirs = (file.cu_seqlens, file.token_ids, file.active_mask)

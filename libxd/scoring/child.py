@@ -52,9 +52,10 @@ def serve(scorer: Scorer, requests: BinaryIO, answers: BinaryIO) -> None:
 def respond(scorer: Scorer, request: dict[str, Any]) -> dict[str, Any]:
     """The answer to one request.
 
-    {"attempt": path, "engine": "reuse" | "rebuild"}: score it. {"attempt": path, "ask": "bytes"}: what its engine will
-    need. An answer holds "ok", with "errors" when not, "holds": whether an engine is held now, and "spent": whether
-    this process may serve no other case. {"dismiss": true}: give the engine up, and let a launcher's other ranks go.
+    {"attempt": path, "shard_tokens": n, "engine": "reuse" | "rebuild"}: score it. With "ask": "bytes" instead of
+    "engine": what its engine will need. An answer holds "ok", with "errors" when not, "holds": whether an engine is
+    held now, and "spent": whether this process may serve no other case. {"dismiss": true}: give the engine up, and let
+    a launcher's other ranks go.
     """
     if request.get("dismiss"):
         from libxd.runtimes.ranks.world import dismiss
@@ -63,7 +64,7 @@ def respond(scorer: Scorer, request: dict[str, Any]) -> dict[str, Any]:
         dismiss(scorer.side)
         return {"ok": True, "holds": False, "spent": True}
     try:
-        task = Task.read(request["attempt"], scorer.side)
+        task = Task.read(request["attempt"], scorer.side, request["shard_tokens"])
         if request.get("ask") == "bytes":
             answer: dict[str, Any] = {"needed_bytes": scorer.estimate_bytes(task)}
         else:

@@ -124,11 +124,9 @@ class Run:
 
         A crash in between leaves an attempt that is scored again and gives the same bytes.
         """
-        attempt, side = self.task.attempt, self.task.side
         if not self.refusals:
             assert self.scores is not None
-            attempt.refuse_growth(score_file.name(side))
-            score_file.write(attempt.file(score_file.name(side)), self.sequences, self.scores, self._metadata())
+            score_file.write(self.task.attempt, self.sequences, self.scores, self._metadata(), self.task.shard_tokens)
         self._publish_readback()
         if self.refusals:
             raise self._refused()

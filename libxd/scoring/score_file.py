@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from libxd import schema, tensors
+from libxd import schema, shards
 from libxd.errors import Status, XdError
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from libxd.rundir import Attempt
     from libxd.runtimes.protocol import Scores
     from libxd.sequences import Sequences
 
@@ -21,11 +21,6 @@ _FED = {
 }  # fmt: skip
 _MAY_BE_UNSEEN = ("positions", "attention_mask")
 _CACHES = ("kv_cache", "none", None)
-
-
-def name(side: str) -> str:
-    """The file's name in an attempt."""
-    return f"score_{side}.safetensors"
 
 
 def check(scores: Scores, num_tokens: int) -> None:
@@ -46,16 +41,18 @@ def check(scores: Scores, num_tokens: int) -> None:
                       found=scores.observed.cache, expected=list(_CACHES))
 
 
-def write(path: Path, sequences: Sequences, scores: Scores, metadata: dict[str, Any]) -> bool:
-    """Publish a score file. token_ids are those whose logprobs were taken. False: the same bytes were there."""
-    schema.validate("score_metadata", metadata, str(path))
+def write(
+    attempt: Attempt, sequences: Sequences, scores: Scores, metadata: dict[str, Any], most: int = shards.SHARD_TOKENS
+) -> bool:  # fmt: skip
+    """Publish a side's scores as `shards.write` does. token_ids are those whose logprobs were taken."""
+    schema.validate("score_metadata", metadata, str(attempt))
     arrays = {
         "cu_seqlens": sequences.cu_seqlens.astype("int64", copy=False),
         "token_ids": scores.observed.selected_ids,
         "logprobs": _one_nan(scores.logprobs),
         "active_mask": sequences.active_mask.astype("bool", copy=False),
     }
-    return tensors.write(path, arrays, metadata)
+    return shards.write(attempt, metadata["side"], arrays, metadata, most)
 
 
 def _one_nan(values: np.ndarray) -> np.ndarray:

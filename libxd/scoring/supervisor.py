@@ -90,7 +90,8 @@ class Supervisor:
         assert self._child is not None
         child = self._child
         try:
-            answer = child.ask({"attempt": str(task.attempt), **request}, self._timeout_s)
+            about = {"attempt": str(task.attempt), "shard_tokens": task.shard_tokens}
+            answer = child.ask({**about, **request}, self._timeout_s)
         except TimeoutError as error:
             self._tell(child, ended=False)
             child.kill()
