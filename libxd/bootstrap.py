@@ -8,6 +8,7 @@ difference, which is a paired bootstrap (B. Efron and R. Tibshirani, An Introduc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -35,9 +36,17 @@ def draws(counts: np.ndarray) -> np.ndarray | None:
     if np.count_nonzero(counts) < 2:
         return None
     of_block = blocks(counts)
-    stream = np.random.RandomState(_SEED)  # the old kind, which is frozen: the same interval under any numpy
-    drawn = stream.multinomial(of_block.size, np.full(of_block.size, 1 / of_block.size), DRAWS).astype(np.float64)
+    drawn = _drawn(of_block.size)
     return drawn[drawn @ of_block > 0]
+
+
+@lru_cache(maxsize=1)
+def _drawn(size: int) -> np.ndarray:
+    """How often each of `size` blocks is drawn in each draw: float64 [D, size], read-only."""
+    stream = np.random.RandomState(_SEED)  # the old kind, which is frozen: the same interval under any numpy
+    drawn = stream.multinomial(size, np.full(size, 1 / size), DRAWS).astype(np.float64)
+    drawn.flags.writeable = False
+    return drawn
 
 
 def blocks(values: np.ndarray) -> np.ndarray:

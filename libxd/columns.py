@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from libxd import scores, streams, strictjson
+from libxd import scores, shards, streams, strictjson
 from libxd.errors import Status, XdError, of_exception
 from libxd.plain import shortened
 from libxd.tensors import TensorFile
@@ -41,7 +41,7 @@ class Layout(NamedTuple):
     def lengths(self) -> np.ndarray:
         """int64 [B]: active tokens a sequence."""
         found = np.zeros(self.sequences, np.int64)
-        for which in scores.whole_sequences(self.cu_seqlens):
+        for which in shards.whole_sequences(self.cu_seqlens, scores.BLOCK):
             bounds = self.cu_seqlens[which.start : which.stop + 1]
             places = np.flatnonzero(self.active[bounds[0] : bounds[-1]])
             found[which] = np.diff(np.searchsorted(places, bounds - bounds[0]))
@@ -92,18 +92,25 @@ def read(path: str | os.PathLike[str], name: str, layout: Layout, *, group: str 
 
 
 def _of_tensors(path: Path, name: str, layout: Layout, group: str | None) -> Column:
-    with TensorFile(path, follow_symlinks=True) as file:
-        name = _named(file.names, name, str(path))
-        if not file.dtype(name).startswith("float") or file.dtype(name).startswith("float8"):
-            raise _bad(str(path), "is no tensor of float16, float32 or float64", path=f"/{name}",
-                       found=file.dtype(name))  # fmt: skip
-        if len(file.shape(name)) != 1:
-            raise _bad(str(path), "is no flat tensor", path=f"/{name}", found=list(file.shape(name)))
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context(TensorFile(each, follow_symlinks=True)) for each in shards.beside(path)]
+        name = _named(files[0].names, name, str(path))
+        for file in files:
+            if not file.dtype(name).startswith("float") or file.dtype(name).startswith("float8"):
+                raise _bad(str(file.path), "is no tensor of float16, float32 or float64", path=f"/{name}",
+                           found=file.dtype(name))  # fmt: skip
+            if len(file.shape(name)) != 1:
+                raise _bad(str(file.path), "is no flat tensor", path=f"/{name}", found=list(file.shape(name)))
         groups = None
         if group is not None:
-            file.expect(group, file.dtype(group), (layout.sequences,))
-            groups = file.array(group).tolist()
-        return _laid(np.asarray(file.array(name), np.float64), layout, str(path), groups)
+            dtype, left = files[0].dtype(group), layout.sequences
+            for file in files:
+                own = left if file is files[-1] else file.shape("cu_seqlens")[0] - 1
+                file.expect(group, dtype, (own,))
+                left -= own
+            groups = [key for file in files for key in file.array(group).tolist()]
+        values = np.concatenate([np.asarray(file.array(name), np.float64) for file in files])
+        return _laid(values, layout, str(path), groups)
 
 
 def _of_rows(path: Path, name: str, layout: Layout, group: str | None) -> Column:

@@ -9,7 +9,7 @@ from typing import Any
 import materialize_fixtures
 import numpy as np
 
-from libxd import canon, contract, identity, knobs, materialize, resolution, tensors
+from libxd import canon, contract, identity, knobs, materialize, resolution, shards, tensors
 from libxd.rundir import SIDES, Attempt, RunDirectory
 
 PARAMETERS = {name: canon.digest(name) for name in ("embedding", "head")}
@@ -33,6 +33,7 @@ def scored(
     strict: bool = True,
     rollout_environment: dict[str, Any] | None = None,
     pinned: dict[str, dict[str, Any]] | None = None,
+    shard_tokens: int = shards.SHARD_TOKENS,
 ) -> Attempt:
     """A new attempt under `root` with both score files. rollout, training: float32 [T]; active: all, by default.
 
@@ -44,7 +45,8 @@ def scored(
     row = request(arrays, change, repeat, source, dtype, strict)
     for part, changed in (pinned or {}).items():
         row["identity"][part] |= changed
-    return scored_row(root, materialize_fixtures.signed(row), arrays, rollout, training, rollout_environment)
+    signed = materialize_fixtures.signed(row)
+    return scored_row(root, signed, arrays, rollout, training, rollout_environment, shard_tokens)
 
 
 def arrays_of(
@@ -65,6 +67,7 @@ def scored_row(
     rollout: np.ndarray,
     training: np.ndarray,
     rollout_environment: dict[str, Any] | None = None,
+    shard_tokens: int = shards.SHARD_TOKENS,
 ) -> Attempt:
     """A new attempt at `row`, whose identity is of these arrays."""
     environments = materialize_fixtures.environments(**(rollout_environment or {}))
@@ -75,7 +78,7 @@ def scored_row(
     expected = _identity(row)
     attempt.write_json("identity.json", expected)
     for side, logprobs in (("rollout", rollout), ("training", training)):
-        score(attempt, side, logprobs, arrays, materialized, expected)
+        score(attempt, side, logprobs, arrays, materialized, expected, shard_tokens)
     return attempt
 
 
@@ -102,8 +105,9 @@ def score(
     arrays: dict[str, np.ndarray],
     materialized: dict[str, Any],
     pinned: dict[str, Any],
+    shard_tokens: int = shards.SHARD_TOKENS,
 ) -> None:
-    """What a faithful scorer of a side leaves: readback and score file."""
+    """What a faithful scorer of a side leaves: readback and score file, in shards above so many tokens."""
     stamp = {
         "side": side, "case_id": attempt.case_id, "repeat": materialized["repeat"],
         "execution_key": materialized["execution_key"],
@@ -135,10 +139,10 @@ def score(
         "schema_version": "xd.score.v1", **stamp, "semantics": identity.UNPROCESSED, "mode": mode,
         "dtypes": {"parameters": weights["dtype"], "logits": "float32"}, "observed": observed,
     }  # fmt: skip
-    tensors.write(score_path(attempt, side), {
+    shards.write(attempt, side, {
         "cu_seqlens": arrays["cu_seqlens"], "token_ids": arrays["token_ids"], "logprobs": logprobs,
         "active_mask": arrays["active_mask"],
-    }, metadata)  # fmt: skip
+    }, metadata, shard_tokens)  # fmt: skip
 
 
 def score_path(attempt: Attempt, side: str) -> Path:

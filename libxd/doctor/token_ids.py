@@ -78,7 +78,7 @@ def _begins_with(file: ScoreFile, count: int, bos: int) -> Iterator[bool]:
     """Of the first `count` sequences, whether each begins with that id twice."""
     for sequence in range(count):
         yield _ids(file, sequence)[:2].tolist() == [bos, bos]
-        if sequence % _RELEASE_EVERY == 0:
+        if sequence % _RELEASE_EVERY == _RELEASE_EVERY - 1:
             file.release()
 
 
