@@ -32,6 +32,9 @@ class Held:
     def path(self) -> Path:
         return Path(f"score_{self.side}.safetensors")
 
+    def release(self) -> None:
+        """No file, no pages."""
+
 
 def held(side: str, logprobs: np.ndarray, sequences: Sequences, dtype: str | None = "float32", **changed: Any) -> Held:
     """A side's file of frozen sequences. changed: `active_mask`, `token_ids`, `semantics`, `logits`."""

@@ -7,14 +7,14 @@ tool takes it for an attempt like any other.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ import numpy as np
 from comparison_fixtures import score
 
 from libxd import sequences as frozen
-from libxd import shards
+from libxd import shards, tensors
 from libxd.rundir import SIDES, Attempt
 from libxd.sequences import Sequences
+from libxd.tensors import TensorFile
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENT = "scale"
@@ -51,10 +52,11 @@ def output(command: Sequence[str], stdin: bytes = b"") -> bytes:
 
 @dataclass(frozen=True)
 class Spent:
-    """Of one process: its exit status, seconds of wall time, the most bytes that were resident, its stderr."""
+    """Of one process: its exit status, seconds of wall time and of processors, the most bytes resident, its stderr."""
 
     status: int
     wall_s: float
+    cpu_s: float
     peak_bytes: int
     said: str
 
@@ -65,8 +67,6 @@ def spend(command: Sequence[str], data_bytes: int | None = None) -> Spent:
     Score files are read through memory maps that are shared with the page cache. Those are no private memory, and an
     address space (ulimit -v) would count them by the files' size; what of them is resident is in `peak_bytes`.
     """
-    import time
-
     def limit() -> None:
         if data_bytes is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
@@ -80,7 +80,7 @@ def spend(command: Sequence[str], data_bytes: int | None = None) -> Spent:
         process.returncode = os.waitstatus_to_exitcode(status)
         said.seek(0)
         text = said.read().decode(errors="replace")
-    return Spent(process.returncode, wall_s, usage.ru_maxrss * 1024, text)
+    return Spent(process.returncode, wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, text)
 
 
 def tokens_of(tokens: int, seed: int) -> Sequences:
@@ -109,14 +109,13 @@ def tokens_of(tokens: int, seed: int) -> Sequences:
 def plan(place: Path, cases: int, tokens: int, seed: int = 0) -> list[Attempt]:
     """A run of `cases` cases under `place`/runs, planned and materialised: its attempts, which nothing has scored."""
     place.mkdir(parents=True, exist_ok=True)
-    frozen.write(place / "sequences.safetensors", tokens_of(tokens, seed))
+    held = tokens_of(tokens, seed)  # xd-plan looks at it
+    tensors.write(place / "sequences.safetensors", {name: getattr(held, name) for name in frozen.LAYOUT}, held.metadata)
     config: dict[str, Any] = json.loads((ROOT / "experiments" / "s0.json").read_text())
     config["experiment_id"] = EXPERIMENT
     config["identity"]["sequences"]["path"] = "sequences.safetensors"
-    sizes = [{"path": "batch.size", "values": [size + 16 for size in range(1, cases)]}]
-    config["interventions"] = sizes if cases > 1 else []
-    if cases == 1:
-        config["strategy"] = "pairwise"
+    sizes = [size + 16 for size in range(1, cases)]
+    config["interventions"] = [{"path": "batch.size", "values": sizes}] if sizes else []
     (place / "scale.json").write_text(json.dumps(config))
     runs = place / "runs"
     rows = output(tool("xd-plan", "-q", place / "scale.json", "--runs", runs))
@@ -127,31 +126,61 @@ def plan(place: Path, cases: int, tokens: int, seed: int = 0) -> list[Attempt]:
 def score_all(attempts: Sequence[Attempt], seed: int = 0, shard_tokens: int = shards.SHARD_TOKENS) -> None:
     """Both sides of every attempt, as a faithful scorer of the frozen tokens would leave them."""
     first = attempts[0].requested()
-    held = frozen.read(first["locations"]["sequences"])
-    arrays = {name: getattr(held, name) for name in ("cu_seqlens", "token_ids", "active_mask")}
-    drawn = np.random.default_rng([seed, 1]).standard_exponential(held.num_tokens, np.float32)
+    with TensorFile(first["locations"]["sequences"]) as file:
+        arrays = {name: file.array(name) for name in ("cu_seqlens", "token_ids", "active_mask")}
+    tokens = arrays["token_ids"].size
+    drawn = np.random.default_rng([seed, 1]).standard_exponential(tokens, np.float32)
     for number, attempt in enumerate(attempts):
         materialized, identity = attempt.materialized(), attempt.identity()
         for place, side in enumerate(SIDES):
             draw = np.random.default_rng([seed, 2, number, place])
-            logprobs = draw.standard_normal(held.num_tokens, np.float32)
+            logprobs = draw.standard_normal(tokens, np.float32)
             logprobs *= _NOISE
             logprobs -= drawn
             np.minimum(logprobs, 0, out=logprobs)
-            logprobs[held.cu_seqlens[:-1]] = np.nan  # nothing comes before a first token
+            logprobs[arrays["cu_seqlens"][:-1]] = np.nan  # nothing comes before a first token
             score(attempt, side, logprobs, arrays, materialized, identity, shard_tokens)
 
 
-@contextlib.contextmanager
-def made(place: Path, *arguments: object) -> Iterator[list[str]]:
-    """The attempts of a run that a process of its own has made (`python scale_fixtures.py PLACE CASES TOKENS …`)."""
-    yield output([sys.executable, __file__, str(place), *map(str, arguments)]).decode().splitlines()
+def make(place: Path, cases: int, tokens: int, shard_tokens: int = shards.SHARD_TOKENS) -> list[str]:
+    """`plan` and `score_all` by a process of its own: a child's peak counts what its parent held. Paths of attempts."""
+    command = [sys.executable, __file__, place, cases, tokens, shard_tokens]
+    return output(list(map(str, command))).decode().splitlines()
+
+
+#: a stage of a run's life -> its command, of the run's place and its attempts
+STAGES: dict[str, Callable[[Path, list[str]], list[str]]] = {
+    "compare": lambda place, paths: tool("xd-compare", "-q", *paths),
+    "seal": lambda place, paths: tool("xd-seal", "-q", *paths),
+    "verify": lambda place, paths: tool("xd-seal", "--verify", *paths),
+    "resume": lambda place, paths: tool("xd-resume", "-q", "--exit-code", "--runs", place / "runs", *POLICY,
+                                        place / "runs" / EXPERIMENT / "plan.jsonl"),
+    "table": lambda place, paths: tool("xd-compare", "-q", "--table", *paths),
+    "report": lambda place, paths: tool("xd-report", "-q", "--out", place / f"{time.time_ns()}.html", *paths),
+    "impact": lambda place, paths: tool("xd-impact", "-q", paths[0]),
+    "doctor": lambda place, paths: tool("xd-doctor", "-q", *[each for side in SIDES
+                                                           for each in Attempt(paths[0]).scores(side)]),
+}  # fmt: skip
+#: what a tool must not do, under the same bound: lay both sides out in memory
+WHOLE = """
+import sys
+import numpy as np
+from libxd import pairs
+from libxd.rundir import Attempt
+pair = pairs.of_attempt(Attempt(sys.argv[1]))
+held = [np.array(array) for side in (pair.rollout, pair.training) for array in (side.logprobs, side.token_ids)]
+"""
+
+
+def control(paths: list[str]) -> list[str]:
+    """The command of it."""
+    return [sys.executable, "-P", "-c", WHOLE, paths[0]]
 
 
 def main() -> None:
-    place, cases, tokens, *rest = sys.argv[1:]
+    place, cases, tokens, shard_tokens = sys.argv[1:]
     attempts = plan(Path(place), int(cases), int(tokens))
-    score_all(attempts, shard_tokens=int(rest[0]) if rest else shards.SHARD_TOKENS)
+    score_all(attempts, shard_tokens=int(shard_tokens))
     for attempt in attempts:
         print(attempt)
 

@@ -211,12 +211,19 @@ class Evidence:
     @cached_property
     def r(self) -> np.ndarray:
         """The rollout side's logprobs: float64 [A]."""
-        return self.rollout.logprobs[self.cells].astype(np.float64)
+        return self.taken(self.rollout, self.cells)
 
     @cached_property
     def t(self) -> np.ndarray:
         """The training side's: float64 [A]."""
-        return self.training.logprobs[self.cells].astype(np.float64)
+        return self.taken(self.training, self.cells)
+
+    @staticmethod
+    def taken(file: ScoreFile, index: np.ndarray) -> np.ndarray:
+        """A file's logprobs at flat indices [N], wherever they lie in it: float64 [N]."""
+        values = file.logprobs[index].astype(np.float64)
+        file.release()
+        return values
 
     def of_side(self, side: str) -> np.ndarray:
         return self.r if side == SIDES[0] else self.t

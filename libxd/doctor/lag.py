@@ -42,12 +42,10 @@ def examine(evidence: Evidence) -> Finding | None:
 
 def _apart(evidence: Evidence, lag: int) -> float | None:
     """Median |training[i + lag] - rollout[i]| within sequences; None with fewer than 16 such pairs."""
-    rollout, training = evidence.rollout.logprobs, evidence.training.logprobs
     ours = evidence.cells
     theirs = ours + lag
     inside = (theirs >= evidence.cu_seqlens[evidence.sequence]) & (theirs < evidence.cu_seqlens[evidence.sequence + 1])
-    a, b = training[theirs[inside]].astype(np.float64), rollout[ours[inside]].astype(np.float64)
     with np.errstate(invalid="ignore"):
-        apart = np.abs(a - b)
+        apart = np.abs(evidence.taken(evidence.training, theirs[inside]) - evidence.r[inside])
     apart = apart[np.isfinite(apart)]
     return float(np.median(apart)) if apart.size >= RULE.least_tokens else None
