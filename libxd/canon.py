@@ -15,7 +15,7 @@ from blake3 import blake3
 from libxd.errors import XdError
 
 _MAPPED_FROM_BYTES = 1 << 20  # below this, opening a map and a thread pool costs more than it saves
-_WINDOW = 1 << 25  # bytes of a map that are resident at once; enough for all cores
+_WINDOW = 1 << 23  # bytes of a map that are resident at once; enough for all cores
 
 
 def dumps(value: Any) -> bytes:

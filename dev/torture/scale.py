@@ -22,8 +22,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from scale_fixtures import STAGES, Spent, control, make, spend  # noqa: E402
 
-#: bytes: an interpreter with numpy, the libraries' buffers, what a block of 2^17 tokens takes on the way, a report
-CAP = 384 << 20
+#: bytes: an interpreter with numpy, threads' buffers, what blocks of 2^17 tokens take on their way, a report's content
+CAP = 192 << 20
 ALL = tuple(STAGES)
 
 
