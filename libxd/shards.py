@@ -67,7 +67,7 @@ def complete(names: Iterable[str], side: str, where: str) -> tuple[str, ...]:
                       code="shards-mixed", where=where, hint="take a new attempt")  # fmt: skip
     if found and (missing := [name for name in files if name not in found]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise XdError(f"the {side} side is not scored yet: of {len(files)} shards {len(missing)} are missing",
+        raise XdError(f"the {side} side is not scored yet: it lacks {len(missing)} of {len(files)} shards",
                       status=Status.MISSING, code="shards-missing", where=where, found=", ".join(missing[:3]) + more,
                       hint="score the side again: the shards that stand are kept")  # fmt: skip
     return files

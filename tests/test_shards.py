@@ -203,7 +203,7 @@ def test_a_side_counts_as_scored_with_all_of_its_shards(made, xd):
     assert not attempt.scored("rollout")
     ran = xd("xd-compare", attempt)
     assert (ran.status, ran.out, len(ran.err.splitlines())) == (Status.MISSING, "", 1)
-    assert "the rollout side is not scored yet: of 6 shards 1 are missing" in ran.err
+    assert "the rollout side is not scored yet: it lacks 1 of 6 shards" in ran.err
     assert lost.name in ran.err
     assert xd("xd-seal", attempt).status == Status.MISSING
     assert sorted(os.listdir(attempt.path)) == sorted(set(os.listdir(attempt.path)) - set(comparison.OUTPUTS))

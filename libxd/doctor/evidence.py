@@ -17,6 +17,7 @@ import numpy as np
 
 from libxd import scores, seal
 from libxd.diagnostics import locate
+from libxd.doctor.places import Places
 from libxd.doctor.rescoring import Rescored
 from libxd.doctor.statistics import means_by
 from libxd.doctor.vocabulary import Vocabulary
@@ -30,6 +31,7 @@ from libxd.sequences import Sequences
 #: of more active tokens than this, statistics are of whole sequences that lie evenly; facts are of all
 MOST_TOKENS = 1 << 18
 _STRATA, _LEAST_A_STRATUM = 10, 16
+_TAKEN = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -48,21 +50,6 @@ class Known:
 
     def has(self, name: str) -> bool:
         return bool(getattr(self, name))
-
-
-class Places:
-    """How many flat indices were found, and the first few of them."""
-
-    SHOWN = 3
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.first: list[int] = []
-
-    def add(self, index: np.ndarray) -> None:
-        """Take in further ones, which rise."""
-        self.size += index.size
-        self.first += index[: self.SHOWN - len(self.first)].tolist()
 
 
 @dataclass(frozen=True)
@@ -221,8 +208,10 @@ class Evidence:
     @staticmethod
     def taken(file: ScoreFile, index: np.ndarray) -> np.ndarray:
         """A file's logprobs at flat indices [N], wherever they lie in it: float64 [N]."""
-        values = file.logprobs[index].astype(np.float64)
-        file.release()
+        values = np.empty(index.size)
+        for start in range(0, index.size, _TAKEN):  # of tokens far apart, each brings its neighbours into memory
+            values[start : start + _TAKEN] = file.logprobs[index[start : start + _TAKEN]]
+            file.release()
         return values
 
     def of_side(self, side: str) -> np.ndarray:

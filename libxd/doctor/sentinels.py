@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from libxd.difference import subtract
-from libxd.doctor.evidence import Evidence, Places
+from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import FACT, Finding, Rule
+from libxd.doctor.places import Places
 from libxd.scores import ScoreFile
 
 #: nats by which a token must be off for its 0.0 to be a fill value

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from libxd import scores
-from libxd.doctor.evidence import Evidence, Places
+from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import FACT, Finding, Rule
+from libxd.doctor.places import Places
 from libxd.scores import ScoreFile
 
 RULE = Rule(

@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 
-from libxd.doctor.evidence import Evidence, Places
+from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import SHAPE, Finding, Rule
+from libxd.doctor.places import Places
 from libxd.rundir import SIDES
 
 #: nats: a logprob that is 0; one that is not, and whose token would not be the only one in a nucleus below 0.37
