@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from libxd import canon, resolution, schema, strictjson
 from libxd.errors import MAX_ISSUES, Status, XdError, XdErrors, of_exception
 from libxd.plain import number, plain, shortened, told_apart
+from libxd.rundir import PAYLOADS
 
 NASTY = "a\x1b]0;title\x07b\x9bc\u202ed\u2028e\udcff\r\n"
 
@@ -118,8 +119,7 @@ def test_what_has_no_end_is_no_file_of_a_checkpoint_or_tokenizer(tmp_path, make)
     ],
 )  # fmt: skip
 def test_a_whole_number_with_a_fraction_is_another_kind_of_number(value, path):
-    names = schema.load("seal")["properties"]["files"]["required"]
-    value["files"] = {name: {"blake3": "0" * 64, "bytes": 1} for name in names}
+    value["files"] = {name: {"blake3": "0" * 64, "bytes": 1} for name in PAYLOADS}
     schema.validate("seal", {**value, "repeat": 0}, "x")
     with pytest.raises(XdErrors) as caught:
         schema.validate("seal", value, "x")
