@@ -124,7 +124,7 @@ def test_a_whole_number_with_a_fraction_is_another_kind_of_number(value, path):
     with pytest.raises(XdErrors) as caught:
         schema.validate("seal", value, "x")
     assert [(issue.code, issue.path) for issue in caught.value.issues] == [("wrong-type", path)]
-    value["files"][names[0]]["bytes"] = 309.0
+    value["files"][PAYLOADS[0]]["bytes"] = 309.0
     with pytest.raises(XdErrors) as caught:
         schema.validate("seal", {**value, "repeat": 0}, "x")
     assert caught.value.issues[0].line().endswith("(found 309.0)")
