@@ -106,15 +106,18 @@ def tokens_of(tokens: int, seed: int) -> Sequences:
     )
 
 
-def plan(place: Path, cases: int, tokens: int, seed: int = 0) -> list[Attempt]:
-    """A run of `cases` cases under `place`/runs, planned and materialised: its attempts, which nothing has scored."""
+def plan(place: Path, cases: int, tokens: int, seed: int = 0, first: int = 0) -> list[Attempt]:
+    """A run of `cases` cases under `place`/runs, planned and materialised: its attempts, which nothing has scored.
+
+    The baseline, and one batch size after another from the `first` on: runs of another first share the baseline alone.
+    """
     place.mkdir(parents=True, exist_ok=True)
     held = tokens_of(tokens, seed)  # xd-plan looks at it
     tensors.write(place / "sequences.safetensors", {name: getattr(held, name) for name in frozen.LAYOUT}, held.metadata)
     config: dict[str, Any] = json.loads((ROOT / "experiments" / "s0.json").read_text())
     config["experiment_id"] = EXPERIMENT
     config["identity"]["sequences"]["path"] = "sequences.safetensors"
-    sizes = [size + 16 for size in range(1, cases)]
+    sizes = [first + 16 + number for number in range(1, cases)]
     config["interventions"] = [{"path": "batch.size", "values": sizes}] if sizes else []
     (place / "scale.json").write_text(json.dumps(config))
     runs = place / "runs"
@@ -125,15 +128,14 @@ def plan(place: Path, cases: int, tokens: int, seed: int = 0) -> list[Attempt]:
 
 def score_all(attempts: Sequence[Attempt], seed: int = 0, shard_tokens: int = shards.SHARD_TOKENS) -> None:
     """Both sides of every attempt, as a faithful scorer of the frozen tokens would leave them."""
-    first = attempts[0].requested()
-    with TensorFile(first["locations"]["sequences"]) as file:
+    with TensorFile(attempts[0].requested()["locations"]["sequences"]) as file:
         arrays = {name: file.array(name) for name in ("cu_seqlens", "token_ids", "active_mask")}
     tokens = arrays["token_ids"].size
     drawn = np.random.default_rng([seed, 1]).standard_exponential(tokens, np.float32)
-    for number, attempt in enumerate(attempts):
+    for attempt in attempts:
         materialized, identity = attempt.materialized(), attempt.identity()
         for place, side in enumerate(SIDES):
-            draw = np.random.default_rng([seed, 2, number, place])
+            draw = np.random.default_rng([seed, 2, int(attempt.case_id[2:], 16), place])
             logprobs = draw.standard_normal(tokens, np.float32)
             logprobs *= _NOISE
             logprobs -= drawn
@@ -142,9 +144,9 @@ def score_all(attempts: Sequence[Attempt], seed: int = 0, shard_tokens: int = sh
             score(attempt, side, logprobs, arrays, materialized, identity, shard_tokens)
 
 
-def make(place: Path, cases: int, tokens: int, shard_tokens: int = shards.SHARD_TOKENS) -> list[str]:
+def make(place: Path, cases: int, tokens: int, shard_tokens: int = shards.SHARD_TOKENS, first: int = 0) -> list[str]:
     """`plan` and `score_all` by a process of its own: a child's peak counts what its parent held. Paths of attempts."""
-    command = [sys.executable, __file__, place, cases, tokens, shard_tokens]
+    command = [sys.executable, __file__, place, cases, tokens, shard_tokens, first]
     return output(list(map(str, command))).decode().splitlines()
 
 
@@ -179,9 +181,9 @@ def control(paths: list[str]) -> list[str]:
 
 
 def main() -> None:
-    place, cases, tokens, shard_tokens = sys.argv[1:]
-    attempts = plan(Path(place), int(cases), int(tokens))
-    score_all(attempts, shard_tokens=int(shard_tokens))
+    cases, tokens, shard_tokens, first = map(int, sys.argv[2:])
+    attempts = plan(Path(sys.argv[1]), cases, tokens, first=first)
+    score_all(attempts, shard_tokens=shard_tokens)
     for attempt in attempts:
         print(attempt)
 
