@@ -100,7 +100,8 @@ PARTS = {each.__name__: each for each in (pair, cases, growth, shards)}
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=" ".join(PARTS))
-    parser.add_argument("--directory", type=Path, help="where there is room: 45 bytes a token of the pair (9 GB), 28 a token of a slice's cases (7 GB)")
+    parser.add_argument("--directory", type=Path,
+                        help="where there is room: 45 bytes a token of the pair (9 GB), 28 of a slice's cases (7 GB)")
     parser.add_argument("--pair", type=int, default=200_000_000)
     parser.add_argument("--cases", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=2_000_000)
