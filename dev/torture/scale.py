@@ -108,6 +108,8 @@ def main() -> int:
     parser.add_argument("--slice", type=int, default=128)
     parser.add_argument("--reported", type=int, default=64)
     given = parser.parse_args()
+    if unknown := set(given.parts) - set(PARTS):
+        parser.error(f"no such part: {unknown.pop()}")
     proof = Proof()
     print("| run | tool | read and written | wall | processors | peak resident | |\n|---|---|---|---|---|---|---|")
     for name in given.parts or PARTS:
