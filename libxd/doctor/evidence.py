@@ -31,7 +31,8 @@ from libxd.sequences import Sequences
 #: of more active tokens than this, statistics are of whole sequences that lie evenly; facts are of all
 MOST_TOKENS = 1 << 18
 _STRATA, _LEAST_A_STRATUM = 10, 16
-_TAKEN = 1 << 15
+#: of tokens and of sequences that lie far apart: a page, once touched, brings up to 2 MB of neighbours into memory
+_TAKEN, _RELEASE_EVERY = 1 << 12, 16
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ class Evidence:
     def taken(file: ScoreFile, index: np.ndarray) -> np.ndarray:
         """A file's logprobs at flat indices [N], wherever they lie in it: float64 [N]."""
         values = np.empty(index.size)
-        for start in range(0, index.size, _TAKEN):  # of tokens far apart, each brings its neighbours into memory
+        for start in range(0, index.size, _TAKEN):
             values[start : start + _TAKEN] = file.logprobs[index[start : start + _TAKEN]]
             file.release()
         return values
@@ -261,10 +262,14 @@ class Evidence:
         if self.known.sequences is not None:
             return self.known.sequences.prompt_index[self.sequences].astype(np.int64)
         firsts = self.cells[np.searchsorted(self.sequence, self.sequences)]
-        ids = self.rollout.token_ids
         known: dict[bytes, int] = {}
-        before = (ids[self.cu_seqlens[s] : first].tobytes() for s, first in zip(self.sequences, firsts, strict=True))
-        return np.array([known.setdefault(prompt, len(known)) for prompt in before], np.int64)
+        numbers = np.empty(self.sequences.size, np.int64)
+        for place, (sequence, first) in enumerate(zip(self.sequences, firsts, strict=True)):
+            prompt = self.rollout.token_ids[self.cu_seqlens[sequence] : first].tobytes()
+            numbers[place] = known.setdefault(prompt, len(known))
+            if place % _RELEASE_EVERY == _RELEASE_EVERY - 1:
+                self.rollout.release()
+        return numbers
 
     @cached_property
     def rank(self) -> np.ndarray:
