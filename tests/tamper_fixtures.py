@@ -148,9 +148,9 @@ def _ways_of_file(ground: Ground, name: str) -> Iterator[Way]:
     yield Way("written anew", f"{name} with the same bytes", partial(_write, name, data), SAME)
     if name.endswith(".json") or name == SEAL:
         value = json.loads(data)
-        texts = (json.dumps(value, indent=1) + "\n", json.dumps(value) + "\n", canon.dumps(value).decode())
-        for text in texts:
-            yield Way("the same JSON, other bytes", f"{name} in {len(text)}", partial(_write, name, text.encode()))
+        texts = {"indented": json.dumps(value, indent=1) + "\n", "with blanks": json.dumps(value) + "\n"}
+        for how, text in texts.items():
+            yield Way("the same JSON, other bytes", f"{name} {how}", partial(_write, name, text.encode()))
     for whose, attempt in (("twin", ground.twin), ("stranger", ground.stranger)):
         if attempt.file(name).read_bytes() != data:
             yield Way("swapped between attempts", f"{name} with a {whose}'s", partial(_take, (name,), whose))

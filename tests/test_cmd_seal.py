@@ -75,6 +75,24 @@ def test_a_statement_goes_to_stdout_or_into_a_file(xd, tmp_path: Path) -> None:
     assert (other.status, other.out, out.read_text()) == (73, "", ran.out)
 
 
+def test_of_an_imported_attempt_nothing_is_stated_that_nobody_knows(xd, tmp_path: Path) -> None:
+    (tmp_path / "both.csv").write_text("seq,id,active,rollout,training\n0,5,0,,\n0,6,1,-1.0,-1.25\n")
+    mapped = [word for target, column in (("sequence", "seq"), ("token_id", "id"), ("active", "active"),
+                                          ("rollout_logprob", "rollout"), ("training_logprob", "training"))
+              for word in ("--map", f"{target}={column}")]  # fmt: skip
+    made = xd("xd-import", "csv", "both.csv", "--side", "both", *mapped, "--runs", "runs", "--experiment", "mine",
+              "--dtype", "bfloat16")  # fmt: skip
+    assert made.status == 0, made.err
+    for tool in ("xd-compare", "xd-seal"):
+        assert xd(tool, stdin=made.out).out == made.out
+    ran = xd("xd-seal", "--statement", stdin=made.out)
+    assert ran.status == 0, ran.err
+    (entry,) = json.loads(ran.out)["predicate"]["attempts"]
+    assert (entry["scenario"], entry["strict"], entry["status"]) == (None, False, "INVALID_IDENTITY")
+    assert entry["identity"]["checkpoint"] is None
+    assert entry["claim"].startswith("Scored by others")
+
+
 def test_no_statement_over_a_part(xd, tmp_path: Path) -> None:
     whole, touched, open_ = compared(tmp_path), compared(tmp_path), compared(tmp_path)
     xd("xd-seal", whole, touched)
