@@ -137,8 +137,7 @@ def walk() -> list[str]:
 def shell(place: Path, script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-s"], input=script, cwd=place, capture_output=True, text=True,
-        env={**os.environ, "PATH": f"{ROOT / 'tools'}:{os.environ['PATH']}", "XD_PYTHON": sys.executable,
-             "PASSPHRASE": ""},
+        env={**os.environ, "PATH": f"{ROOT / 'tools'}:{os.environ['PATH']}", "XD_PYTHON": sys.executable},
     )  # fmt: skip
 
 
