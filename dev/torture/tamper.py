@@ -45,9 +45,7 @@ def in_process(ground: Ground, chosen: Iterable[Way], counts: Counts) -> None:
     """Each way on the attempt as it was sealed."""
     for way in chosen:
         way.touch(ground)
-        counts[f"{way.kind} [not a change]" if way.expected == SAME else way.kind].add(
-            way.name, ground.judge().is_(way.expected)
-        )
+        counts[_kind(way)].add(way.name, ground.judge().is_(way.expected))
         ground.restore()
     counts["untouched, afterwards [not a change]"].add("", ground.judge().is_(SAME))
 
@@ -58,8 +56,12 @@ def closed(ground: Ground, counts: Counts) -> None:
         way.touch(ground)
         with unprivileged():
             held = ground.judge().is_(way.expected)
-        counts[f"{way.kind} [not a change]" if way.expected == SAME else way.kind].add(way.name, held)
+        counts[_kind(way)].add(way.name, held)
         ground.restore()
+
+
+def _kind(way: Way) -> str:
+    return f"{way.kind} [not a change]" if way.expected == SAME else way.kind
 
 
 def flipped(ground: Ground, counts: Counts, every: int = 1) -> None:
@@ -70,7 +72,7 @@ def flipped(ground: Ground, counts: Counts, every: int = 1) -> None:
         for fixed in masks:
             mask = (lambda _, fixed=fixed: fixed) if fixed else (lambda offset: 1 + offset * 37 % 255)
             for offset, seen in flips(ground, name, range(0, size, every), mask):
-                counts[f"a byte of {name}"].add(f"byte {offset} ^ {mask(offset)}", seen.is_("noticed"))
+                counts[f"a byte of {name}"].add(f"byte {offset} ^ {mask(offset)}", seen.is_(NOTICED))
     counts["untouched, afterwards [not a change]"].add("", ground.judge().is_(SAME))
 
 
