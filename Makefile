@@ -242,6 +242,10 @@ docs: setup ## write docs/tools/*.md anew from --help
 prove: setup ## break every rule of docs/contract.md in turn and see its test fail
 	python -P dev/break_rules.py
 
+.PHONY: audit
+audit: setup ## pins, files, origins and licences of what is installed, as far as no network is needed
+	python -P dev/audit.py
+
 # Each program of dev/torture is one proof, long form; the short ones are tests.
 TORTURE := $(patsubst dev/torture/%.py,torture-%,$(wildcard dev/torture/*.py))
 .PHONY: torture $(TORTURE)

@@ -247,14 +247,23 @@ class RunDirectory:
 
     def attempts(self, case_id: str) -> Iterator[Attempt]:
         """The attempts of a case, newest first; what bears no attempt's name is passed over."""
+        for entry in self._named_as_attempts(case_id):
+            if entry.is_dir(follow_symlinks=False):
+                yield Attempt(entry.path)
+
+    def no_attempts(self, case_id: str) -> Iterator[Attempt]:
+        """What bears an attempt's name and is none, newest first: a symlink, a file. Nothing in it is to be read."""
+        for entry in self._named_as_attempts(case_id):
+            if not entry.is_dir(follow_symlinks=False):
+                yield Attempt(entry.path)
+
+    def _named_as_attempts(self, case_id: str) -> list[os.DirEntry[str]]:
         case = self.case(case_id)
         try:
             self._own(case_id)
             entries = [entry for entry in os.scandir(case) if ATTEMPT_ID.match(entry.name)]
         except FileNotFoundError:
-            return
+            return []
         except OSError as error:
             raise of_exception(error, str(case)) from error
-        for entry in sorted(entries, key=lambda e: int(e.name[1:]), reverse=True):
-            if entry.is_dir(follow_symlinks=False):
-                yield Attempt(entry.path)
+        return sorted(entries, key=lambda e: int(e.name[1:]), reverse=True)
