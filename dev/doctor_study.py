@@ -24,7 +24,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "dev")]
 import doctor_arms  # noqa: E402
-from doctor_arms import FEWER, RIGHT, VOCABULARY, Scorer  # noqa: E402
+from doctor_arms import VOCABULARY, Scorer  # noqa: E402
 from doctor_fixtures import Held, evidence, held, subset  # noqa: E402
 
 from libxd import sequences, tensors  # noqa: E402
@@ -229,8 +229,7 @@ Pair = tuple[str, Held, Held, dict[str, Any]]
 
 
 def _rights(scorer: Scorer) -> list[tuple[str, str, np.ndarray]]:
-    names = [(name, dtype) for dtype in DTYPES for name in RIGHT] + [(name, "float16") for name in FEWER]
-    return [(name, dtype, scorer.right(name, dtype)) for name, dtype in names]
+    return [(name, dtype, scorer.right(name, dtype)) for name, dtype in scorer.rights()]
 
 
 def _cut(scorer: Scorer, a: Any, b: Any, chosen: list[int], most: int | None) -> Pair:
@@ -341,6 +340,10 @@ class FrozenScores:
         whole = np.full(self.sequences.num_tokens, np.nan, np.float32)
         whole[self.sequences.active_mask] = self._held[name]
         return whole
+
+    def rights(self) -> list[tuple[str, str]]:
+        names = [name.split("/")[1:] for name in self._held if name.startswith("right/")]
+        return [(name, dtype) for name, dtype in names if name != "decode-1"]
 
     def right(self, name: str, dtype: str) -> np.ndarray:
         return self._whole(f"right/{name}/{dtype}")

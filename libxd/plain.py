@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
+from typing import Any
+
+#: columns of a line of text, tables included
+WIDTH = 120
+
 
 def plain(text: str) -> str:
     """`text` with every character that does not print as itself written as an escape: controls, bidirectional marks,
@@ -35,3 +41,33 @@ def number(value: float | None) -> str:
         return "-"
     mantissa, _, exponent = (f"{value:#.3g}" if value else "0").partition("e")
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa.rstrip(".")
+
+
+def value(given: Any) -> str:
+    """A knob's value as it stands in a config: true, not True."""
+    return str(given).lower() if isinstance(given, bool) else plain(str(given))
+
+
+def wrapped(text: str, first: str = "", rest: str | None = None) -> list[str]:
+    """`text`, plain, in lines of at most WIDTH columns that begin with `first`, and from the second on with `rest` (of
+    as many spaces by default). A word is never broken: paths and commands can be copied."""
+    return textwrap.wrap(plain(text), WIDTH, initial_indent=first, break_long_words=False, break_on_hyphens=False,
+                         subsequent_indent=" " * len(first) if rest is None else rest)  # fmt: skip
+
+
+class Footnotes:
+    """Reasons below a table, each once, and the mark of each in its cells."""
+
+    def __init__(self) -> None:
+        self._notes: list[str] = []
+
+    def mark(self, note: str) -> str:
+        """What stands behind the cell: " [1]"; nothing for no note."""
+        if not note:
+            return ""
+        if note not in self._notes:
+            self._notes.append(note)
+        return f" [{self._notes.index(note) + 1}]"
+
+    def lines(self) -> list[str]:
+        return [line for place, note in enumerate(self._notes, 1) for line in wrapped(note, f"[{place}] ", "    ")]

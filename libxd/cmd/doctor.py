@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,6 @@ xd-doctor --rescore models/smollm2-135m-instruct score_rollout.safetensors score
 # the rungs of a ladder: bug or rounding, and of each attempt the causes; status 1 where there are any
 xd-doctor --exit-code runs/ladder/cases/*/a*
 """
-_COLOURS = {"bug": "red", "rounding": "green", "undecided": "yellow", "nothing": "green", "cause": "cyan"}
 
 
 @console.command("xd-doctor", EXAMPLES)
@@ -88,12 +86,11 @@ def cli(
             found += filter(None, [diagnosis.together(evidences, series)])
     if not found and not unread:
         console.info("nothing to look at")
-    style = _paint if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else lambda words, _: words
     for number, diagnosed in enumerate(found):
         if as_json:
             _emit_json(console, "diagnosis", diagnosed.as_json())
             continue
-        for line in [""] * bool(number) + text.lines(diagnosed, console.verbose, style):
+        for line in [""] * bool(number) + text.lines(diagnosed, console.verbose, console.paint):
             console.emit(line)
     if exit_code and (unread or not found or any(_something(each) for each in found)):
         console.answer_no()
@@ -141,10 +138,6 @@ def _emit_json(console: Console, name: str, value: dict[str, object]) -> None:
     from libxd import schema
 
     console.emit(canon.dumps(schema.validate(name, value, "xd-doctor --json")))
-
-
-def _paint(words: str, kind: str) -> str:
-    return click.style(words, fg=_COLOURS[kind])
 
 
 main = console.entry(cli)

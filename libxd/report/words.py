@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from libxd.plain import number, plain
+from libxd.plain import value as plain_value
 from libxd.report.marks import MARKS, TONES
 
 
@@ -19,7 +20,7 @@ def value_of(value: Any) -> str:
     """A knob's value; a dash for none."""
     if value is None:
         return "–"
-    return text(str(value).lower() if isinstance(value, bool) else value)
+    return escape(plain_value(value))
 
 
 def logprob(value: float | None) -> str:
