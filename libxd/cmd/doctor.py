@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import click
 
 from libxd import canon, console
+from libxd.cmd.difference_operands import given
 from libxd.console import Console
-from libxd.rundir import Attempt
 
 if TYPE_CHECKING:
     from libxd.doctor.diagnosis import Diagnosis
@@ -102,24 +101,15 @@ def _something(diagnosed: Diagnosis) -> bool:
 
 
 def _evidences(console: Console, operands: tuple[str, ...]) -> Iterable[Evidence | None]:
-    """Of attempts as they come, or of two score files; None for what cannot be read, which is reported."""
+    """Of each operand; None for what cannot be read, which is reported."""
     from libxd import pairs
     from libxd.doctor.evidence import Evidence
 
-    files: list[str] = []
-    for path in console.operands(operands, "attempts, or two score files"):
-        if os.path.isfile(path) or path.endswith(".safetensors"):
-            files.append(path)
-            continue
+    for operand in given(console, operands):
         evidence = None
-        with console.guard(path):
-            evidence = Evidence.of_pair(pairs.of_attempt(Attempt.open(path)))
-        yield evidence
-    if files:
-        evidence = None
-        with console.guard(" ".join(files)):
-            rollout, training = pairs.two_files(files)
-            evidence = Evidence(rollout, training)
+        with console.guard(operand.where):
+            attempt = operand.attempt()
+            evidence = Evidence.of_pair(pairs.of_attempt(attempt)) if attempt else Evidence(*operand.scores())
         yield evidence
 
 

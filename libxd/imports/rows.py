@@ -247,7 +247,9 @@ def _scalar(value: Any) -> Any:
 def _kind(value: Any) -> str:
     if value is None:
         return "null"
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "a text", list: "a list",
+    if isinstance(value, str):
+        return "a text"
+    names = {bool: "true or false", int: "an integer", float: "a number", list: "a list",
              dict: "an object"}  # fmt: skip
     return names.get(type(value), f"a {type(value).__name__}")
 
