@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from libxd import scores
+from libxd.diagnostics import locate
 from libxd.errors import Status, XdError
 from libxd.imports import files, table_rows
 from libxd.imports.rows import Notes, Row
@@ -147,7 +148,7 @@ def _number(row: Row, name: str, value: Any, at: int | None = None) -> float:
         value = value.number()
     if type(value) not in (int, float) or not abs(value) < math.inf:
         raise row.error(name, "is no finite number", at=at, found=_shown(value))
-    if abs(value) > LARGEST:  # an integer of JSON has any number of digits
+    if type(value) is int and abs(value) > LARGEST:  # an integer of JSON has any number of digits
         raise row.error(name, "is too large to reckon with", at=at, found=_shown(value),
                         expected=f"no more than {LARGEST:g}")  # fmt: skip
     return float(value)
@@ -243,8 +244,7 @@ def _require_finite(column: Column, layout: Layout, path: Path, name: str) -> No
     if column.level == "token":
         bad = np.flatnonzero(layout.active & ~np.isfinite(column.values))
         if bad.size:
-            sequence = int(np.searchsorted(layout.cu_seqlens, bad[0], side="right")) - 1
-            position = int(bad[0] - layout.cu_seqlens[sequence])
+            sequence, position = locate(int(bad[0]), layout.cu_seqlens)
             raise _bad(str(path), f"an active token has no finite {name}",
                        found=f"sequence {sequence}, position {position}: {column.values[bad[0]]}")  # fmt: skip
     elif (bad := np.flatnonzero(~np.isfinite(column.values))).size:

@@ -238,7 +238,9 @@ def test_below_its_smallest_sample_a_detector_is_silent_and_says_so(rule):
 
 
 def test_a_detector_that_needs_more_says_which_option_gives_it():
-    assert examined(evidence(*pair())).silent == {"third-scorer": "needs --rescore MODEL"}
+    silent = examined(evidence(*pair())).silent
+    assert silent.pop("provenance").startswith("needs an attempt")
+    assert silent == {"third-scorer": "needs --rescore MODEL"}
 
 
 def test_every_rule_is_whole():

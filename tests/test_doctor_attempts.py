@@ -99,7 +99,7 @@ def test_what_nobody_showed_is_no_cause_and_is_said(tmp_path):
               "expected": None, "observed": None}  # fmt: skip
     path.write_text(json.dumps({**said, "status": "INVALID_IDENTITY", "violations": [unseen]}))
     found = diagnosis.of_pair(looked(made))
-    assert found.findings == [] and found.silent["contract"] == "was not shown: weights_before"
+    assert found.findings == [] and found.silent["provenance"] == "was not shown: weights_before"
     path.write_text(json.dumps({**said, "status": "INVALID_IDENTITY", "violations": [{**unseen, "code": "weights"}]}))
     assert [each.cause for each in diagnosis.of_pair(looked(made)).findings] == ["identity"]
 
