@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from libxd.ladder import FIGURES, Ladder, Rung
-from libxd.plain import Footnotes, number, value, wrapped
+from libxd.plain import Footnotes, number, shortened, value, wrapped
 from libxd.rundir import SIDES
 
 _HEAD = ("rollout", "training", "u", "verdict", "tokens", "mean", "p50", "p99", "max")
@@ -29,6 +29,16 @@ def lines(ladder: Ladder, others: list[Ladder], style: Callable[[str, str], str]
     out += wrapped(_fit(ladder))
     out.append(f"Answer: {style(ladder.judgement.answer, ladder.judgement.answer)} ({ladder.judgement.why}).")
     return [line.rstrip() for line in (*out, *notes.lines())]
+
+
+def apart(differing: dict[str, list[str]], count: int) -> list[str]:
+    """A line that says why there are `count` ladders and not one; none where knobs alone tell them apart."""
+    if not differing:
+        return []
+    first, *others = differing
+    values = ", ".join(shortened(text, 40) for text in differing[first][:3])
+    more = f", and in {len(others)} more: {', '.join(others[:4])}" if others else ""
+    return [f"{count} ladders, not one: they differ in {first} ({values}){more}; rungs differ in the dtypes alone"]
 
 
 def _title(ladder: Ladder, others: list[Ladder]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 #: columns of a line of text, tables included
@@ -46,6 +48,19 @@ def number(value: float | None) -> str:
 def value(given: Any) -> str:
     """A knob's value as it stands in a config: true, not True."""
     return str(given).lower() if isinstance(given, bool) else plain(str(given))
+
+
+def leaves(given: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """(path, value as text) of each leaf of a JSON value, its names joined by dots; a list of words is one leaf."""
+    if isinstance(given, dict):
+        for key, item in sorted(given.items()):
+            yield from leaves(item, f"{path}.{plain(key)}" if path else plain(key))
+    elif isinstance(given, list) and all(isinstance(item, str) for item in given):
+        yield path, plain(" ".join(given)) or "none"
+    elif given is None:
+        yield path, "none"
+    else:
+        yield path, plain(given if isinstance(given, str) else json.dumps(given, sort_keys=True, ensure_ascii=False))
 
 
 def wrapped(text: str, first: str = "", rest: str | None = None) -> list[str]:

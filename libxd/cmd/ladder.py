@@ -54,6 +54,8 @@ def cli(
     found = ladder.ladders(rungs)
     if not found:
         console.info("no attempts, no ladder")
+    for text in ladder_text.apart(ladder.apart(found), len(found)):
+        console.info(text)
     for number, each in enumerate(found):
         if as_json:
             console.emit(canon.dumps(schema.validate("ladder", each.as_json(), str(each.rungs[0].attempt))))
