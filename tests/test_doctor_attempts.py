@@ -148,8 +148,11 @@ def test_a_ladder_answers_bug_or_rounding(tmp_path):
         evidences = [looked(each) for each in rungs(tmp_path / answer, mistake)]
         climbed = diagnosis.climbed(rung for each in evidences if (rung := diagnosis.rung(each)))
         for each in evidences:
-            found = diagnosis.of_pair(each, climbed[str(each.attempt)]).answer
+            diagnosed = diagnosis.of_pair(each, climbed[str(each.attempt)])
+            found = diagnosed.answer
             assert found is not None and (found.answer, found.by) == (answer, "ladder")
+            assert "ladder" not in diagnosed.silent
+        assert diagnosis.of_pair(evidences[0]).silent["ladder"] == "needs the same tokens in two precisions"
     (alone,) = [diagnosis.rung(evidences[0])]
     assert alone is not None and diagnosis.climbed([alone]) == {}  # one precision alone is no ladder
 
