@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from bench_timing import Result, ratio  # noqa: E402
+from bench_timing import Result, ratio
 
-import libxd  # noqa: E402
+import libxd
 
 TURNS = 7
 #: against the bare writes: the rest is digests and checks
