@@ -34,7 +34,7 @@ def changed(case: dict[str, Any]) -> str:
     """What a case changes, each value in bold; an attempt's id where the name has one."""
     if not case["intervention"]:
         return text(case["name"])
-    changes = ", ".join(map(_change, case["intervention"]))
+    changes = ", ".join(f"<span>{_change(each)}</span>" for each in case["intervention"])
     twice = case["attempt"] if case["attempt"] and case["name"].endswith(f" {case['attempt']}") else ""
     return f'<span class="knob">{changes}</span>{f" {text(twice)}" if twice else ""}'
 
