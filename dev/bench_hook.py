@@ -23,7 +23,7 @@ import libxd
 
 TURNS = 7
 #: against the bare writes: the rest is digests and checks
-LIMIT = 3.0
+LIMIT = 6.0
 #: sequences and their lengths, a quarter of which is prompt
 BATCHES = ((8, 512), (64, 2048), (512, 2048))
 

@@ -194,11 +194,11 @@ class Scorer:
             self._kept(f"right-{VLLM}-{dtype}", lambda dtype=dtype: self._by_vllm(dtype))
 
     def rights(self) -> list[tuple[str, str]]:
-        """(name, dtype) of the scorings without a mistake; vLLM's are among them where they are there."""
+        """(name, dtype) of the scorings without a mistake that are there."""
         names = [(name, dtype) for dtype in ("float32", "bfloat16") for name in RIGHT]
         names += [(name, "float16") for name in FEWER]
-        others = [(VLLM, dtype) for dtype in ("float32", "bfloat16", "float16")]
-        return names + [(name, dtype) for name, dtype in others if (self.out / f"right-{name}-{dtype}.npy").exists()]
+        names += [(VLLM, dtype) for dtype in ("float32", "bfloat16", "float16")]
+        return [(name, dtype) for name, dtype in names if (self.out / f"right-{name}-{dtype}.npy").exists()]
 
     def one_by_one(self) -> np.ndarray:
         """Decoding in float32, a sequence at a time: the batch's part in a right scoring. Slow, and so not in RIGHT."""
@@ -229,6 +229,9 @@ class Scorer:
         columns |= {name: kept.otherwise[name] for name in ("top-p 0.95", "top-p 0.8", "top-k 20", "logits in bfloat16",
                                                             "the likeliest token's", "the next token's")}  # fmt: skip
         return {name: self._laid_out(kept.cells, column) for name, column in columns.items()}
+
+    def has_third(self) -> bool:
+        return (self.out / "third-bos-float32.npy").exists()
 
     def third(self) -> Rescored:
         """The third scorer: a float32 pass with eager attention, a sequence at a time."""
