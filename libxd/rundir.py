@@ -116,6 +116,12 @@ class Attempt:
             raise XdError("an attempt is a directory", code="bad-attempt", where=str(path))
         return attempt
 
+    @staticmethod
+    def is_named_by(path: str | os.PathLike[str]) -> bool:
+        """Whether a path ends as an attempt's does, whatever lies there."""
+        absolute = Path(os.path.abspath(path))
+        return bool(ATTEMPT_ID.match(absolute.name) and CASE_ID.match(absolute.parent.name))
+
     @property
     def attempt_id(self) -> str:
         return os.path.abspath(self.path).rsplit(os.sep, 1)[-1]

@@ -159,6 +159,8 @@ class Row:
     def floats(self, name: str, length: int | None = None) -> np.ndarray:
         """float32 [n], NaN where the list has null. Numbers that are no float32 are rounded to the nearest, and noted.
 
+        A decimal of up to nine digits is how a float32 is written, and counts as the one that it is nearest to.
+
         XdError 65 for one beyond float32, and unless n is `length`.
         """
         array = self._array(name, {int, float, type(None)}, "numbers")
@@ -171,8 +173,10 @@ class Row:
             at = int(np.argmax(lost))
             raise self.error(name, "does not fit a float32", at=at, found=str(array[at]))
         if array.dtype != np.float32:
-            self.notes.add(f"values of {name} are no float32 and were rounded to the nearest",
-                           int((single.astype(np.float64) != array)[~np.isnan(single)].sum()))  # fmt: skip
+            other = (single.astype(np.float64) != array) & ~np.isnan(single)
+            if not whole:
+                other[other] = ~_is_written(array[other].astype(np.float64), single[other].astype(np.float64))
+            self.notes.add(f"values of {name} are no float32 and were rounded to the nearest", int(other.sum()))
         self._require(name, single.size, length)
         return single
 
@@ -237,6 +241,17 @@ class Misfit:
         self.beside = beside
 
 
+def _is_written(values: np.ndarray, single: np.ndarray) -> np.ndarray:
+    """Whether each is a decimal of up to nine digits, which tell any two float32 apart, beside the float32 that it is
+    for. float64 [n] each; bool [n]."""
+    magnitude = np.abs(values)
+    beside = np.abs(single - values) <= 2.0**-24 * magnitude  # not so where it became 0, or subnormal
+    magnitude = np.where(beside, magnitude, 1.0)
+    digits = magnitude * 10.0 ** (8 - np.floor(np.log10(magnitude)))
+    # of 10^8 to 10^9: what their rounding to float64 may leave
+    return beside & (np.abs(digits - np.rint(digits)) <= 1e-6)
+
+
 def _scalar(value: Any) -> Any:
     """A number that came as an array without dimensions."""
     if isinstance(value, np.generic | np.ndarray) and value.ndim == 0:
@@ -247,7 +262,9 @@ def _scalar(value: Any) -> Any:
 def _kind(value: Any) -> str:
     if value is None:
         return "null"
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "a text", list: "a list",
+    if isinstance(value, str):
+        return "a text"
+    names = {bool: "true or false", int: "an integer", float: "a number", list: "a list",
              dict: "an object"}  # fmt: skip
     return names.get(type(value), f"a {type(value).__name__}")
 

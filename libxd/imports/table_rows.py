@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,29 @@ from libxd.imports.rows import Notes, Row
 
 _MOST_CELL = 1 << 20  # characters
 _BATCH = 1024  # rows of a Parquet file that are held together
+_LONG = 30  # characters; no integer that is asked for has as many
+
+
+class Cell(str):
+    """A cell of a CSV file: a number there is a text, which in JSON it must not be."""
+
+    def number(self) -> float | None:
+        """The number that stands there; None for what is none, or not finite."""
+        if not self.isascii() or "_" in self:  # Python reads other digits, and 1_0
+            return None
+        try:
+            number = float(self)
+        except ValueError:
+            return None
+        return number if math.isfinite(number) else None
+
+    def integer(self) -> int | None:
+        digits = self.strip().removeprefix("-").removeprefix("+")
+        return int(self) if digits.isascii() and digits.isdecimal() and len(digits) < _LONG else None
 
 
 def of_csv(path: Path, notes: Notes) -> Iterator[Row]:
-    """A row a line below the header, each cell the text that stands there, None where it is empty. UTF-8, commas.
+    """A row a line below the header, each cell a `Cell`, None where it is empty. UTF-8, commas.
 
     XdError 66 or 65: no such file, no header, a name twice in it, a row with another number of cells, no rows.
     """
@@ -47,7 +67,8 @@ def of_csv(path: Path, notes: Notes) -> Iterator[Row]:
                               found=len(cells), expected=len(header),
                               hint="was the file still being written?")  # fmt: skip
             count += 1
-            yield Row({name: cell or None for name, cell in zip(header, cells, strict=True)}, where, notes)
+            filled = (Cell(cell) if cell else None for cell in cells)
+            yield Row(dict(zip(header, filled, strict=True)), where, notes)
     if not count:
         raise XdError("holds no rows", code="empty", where=str(path))
 
