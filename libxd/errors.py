@@ -29,6 +29,7 @@ class Status(IntEnum):
 
 _UNSET: Any = object()
 MAX_ISSUES = 32  # of one pass that are said; more says nothing new
+MAX_COUNTED = 1000  # that are looked for: a file may hold millions
 #: characters of a part of a message
 _MOST_PLACE, _MOST_TEXT, _MOST_FACT = 400, 2000, 120
 _MOST_CHOICES = 300  # what was expected may be a list, and a name that is cut helps nobody
@@ -114,8 +115,9 @@ class XdErrors(XdError):
         coming = iter(issues)
         self._issues = list(islice(coming, MAX_ISSUES))
         first = self._issues[0]
-        if more := sum(1 for _ in coming):
-            self._issues.append(XdError(f"and {more} more", status=first.status, code="more", where=first.where))
+        if more := sum(1 for _ in islice(coming, MAX_COUNTED)):
+            least = "at least " if more == MAX_COUNTED else ""
+            self._issues.append(XdError(f"and {least}{more} more", status=first.status, code="more", where=first.where))
         super().__init__(first.message, status=first.status, code=first.code, where=first.where, path=first.path)
 
     @property
