@@ -71,11 +71,14 @@ class XdError(ValueError):
     def line(self) -> str:
         """`WHERE: WHAT (found …, expected …; hint)`: one line of bounded length, whatever the parts hold."""
         found, expected = self._facts()
-        facts = [f"{name} {text}" for name, text in (("found", found), ("expected", expected)) if text is not None]
+        facts = [
+            f"{name} {_printed(text, _MOST_CHOICES)}"
+            for name, text in (("found", found), ("expected", expected)) if text is not None
+        ]  # fmt: skip
         tail = "; ".join(part for part in (", ".join(facts), _one_line(self.hint, _MOST_TEXT)) if part)
-        place = shortened(self.where, _MOST_PLACE) + (f"#{shortened(self.path, _MOST_PLACE)}" if self.path else "")
+        place = _printed(self.where, _MOST_PLACE) + (f"#{_printed(self.path, _MOST_PLACE)}" if self.path else "")
         text = _one_line(self.message, _MOST_TEXT)
-        return plain((f"{place}: " if place else "") + text + (f" ({tail})" if tail else ""))
+        return (f"{place}: " if place else "") + text + (f" ({tail})" if tail else "")
 
     def record(self) -> dict[str, Any]:
         """The same as one JSON object (`--log-json`, and what a scorer's child hands its parent)."""
@@ -185,7 +188,12 @@ def _text(filename: Any) -> str:
 
 def _one_line(text: str, most: int) -> str:
     """A text of lines, such as a library's message, in one."""
-    return shortened(" ".join(text.split()), most)
+    return _printed(" ".join(text.split()), most)
+
+
+def _printed(text: str, most: int) -> str:
+    """A part of a line: at most so many characters as they are printed, an escape for one that is not being several."""
+    return shortened(plain(shortened(text, most)), most)
 
 
 def _as_text(value: Any) -> str:

@@ -1,5 +1,9 @@
 """Every reader of xd, each as a function of bytes that somebody else wrote; and what must hold whatever they are.
 
+    PYTHONPATH=tests python -P tests/hostile_fixtures.py READER FILE...
+
+says as JSON what each reader makes of each file, under a cap on memory and time.
+
 A reader puts the bytes where a tool would find them, under a directory of its own, and does with them all that a tool
 would. It may read them or raise XdError; `run` finds everything else: another exception, a status that blames xd or the
 machine, a message that is no line, text that a terminal or a page would act on, a file made elsewhere, a process, a
@@ -8,13 +12,18 @@ connection, code that the bytes brought along.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
+import io
 import json
 import os
 import random
+import resource
 import shutil
+import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -33,7 +42,6 @@ from libxd import (
     columns,
     comparison,
     config,
-    doctor,
     identity,
     impact,
     impact_text,
@@ -51,6 +59,7 @@ from libxd import (
     table_text,
     tensors,
 )
+from libxd.actual import actual
 from libxd.doctor import at_hand, diagnosis, vocabulary
 from libxd.doctor import text as doctor_text
 from libxd.doctor.evidence import Evidence
@@ -58,9 +67,11 @@ from libxd.errors import Status, XdError, of_exception
 from libxd.imports import dump, formats, publish, request
 from libxd.imports.formats import columns as import_columns
 from libxd.plain import plain
+from libxd.records import digest
 from libxd.report import content
 from libxd.report import formats as report_formats
 from libxd.report import run as report_run
+from libxd.report import vocabulary as report_vocabulary
 from libxd.rundir import PAYLOADS, SEAL, SIDES, Attempt, RunDirectory
 from libxd.runtimes import registry
 from libxd.runtimes.server import account, answers, client
@@ -72,6 +83,8 @@ DUMPS = HERE / "dumps"
 #: what a tool may answer of a bad file: 70 blames xd, 75 the machine, 0 and 1 nobody
 STATUSES = (Status.USAGE, Status.INVALID, Status.MISSING, Status.REFUSED, Status.CONFLICT)
 MOST_LINE = 6000  # characters of a message
+MEMORY_BYTES = 512 << 20  # that one input may take, beyond what its reader's modules do
+CPU_S = 30.0  # of one input
 
 
 class Fault(AssertionError):
@@ -274,11 +287,7 @@ def _prompt(data: bytes, place: Path) -> None:
 @cache
 def _sealed() -> Path:
     """A sealed attempt that everything can be read of, to be copied."""
-    import tempfile
-
     root = Path(tempfile.mkdtemp(prefix="xd-hostile-"))
-    import atexit
-
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     return judged(root, LOGPROBS, moved(1e-2)).path
 
@@ -391,9 +400,6 @@ def _signed(records: dict[str, Any], attempt: Attempt) -> str:
             about = {**file.metadata, "case_id": case, "execution_key": key}
         path.unlink()
         tensors.write(path, arrays, about)
-    from libxd.actual import actual
-    from libxd.records import digest
-
     readbacks = {side: records[f"readback_{side}.json"] for side in SIDES}
     records["actual.json"] = actual(requested, materialized, readbacks)
     said = records["comparison.json"]
@@ -510,8 +516,6 @@ def _checkpoint_seeds() -> dict[str, bytes]:
 
 
 def _use_tokenizer(place: Path) -> None:
-    from libxd.report import vocabulary as report_vocabulary
-
     with refusing():
         vocabulary.read([place])
     row = materialize_fixtures.row()
@@ -635,8 +639,6 @@ def _importers() -> Iterator[Reader]:
 
 def _torch_seeds(format: str) -> Callable[[], dict[str, bytes]]:
     def seeds() -> dict[str, bytes]:
-        import io
-
         import torch
 
         lines = (DUMPS / _FILES[format][0]).read_text().splitlines()
@@ -657,13 +659,11 @@ def _torch_seeds(format: str) -> Callable[[], dict[str, bytes]]:
 
 
 def _words(value: Any) -> bool:
-    return any(isinstance(each, list) and _words(each) or isinstance(each, str | dict | None) for each in value)
+    return any((isinstance(each, list) and _words(each)) or isinstance(each, str | dict | None) for each in value)
 
 
 @cache
 def _parquet_seeds() -> dict[str, bytes]:
-    import io
-
     import pyarrow
     from pyarrow import parquet
 
@@ -769,3 +769,51 @@ def readers() -> dict[str, Reader]:
         Reader("operand", "bytes", cache(_operand_seeds), _operand),
     ]  # fmt: skip
     return {reader.name: reader for reader in found}
+
+
+# -- under a cap
+
+
+@contextlib.contextmanager
+def capped(more_bytes: int = MEMORY_BYTES, cpu_s: float = CPU_S) -> Iterator[None]:
+    """Let this process map so much more than it has, and compute for so long; beyond it is a Fault or a MemoryError."""
+
+    def hangs(_number: int, _frame: Any) -> None:
+        raise Fault(f"computes for {cpu_s:g} s")
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    previous = signal.signal(signal.SIGVTALRM, hangs)
+    resource.setrlimit(resource.RLIMIT_AS, (held + more_bytes, before[1]))
+    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        signal.signal(signal.SIGVTALRM, previous)
+
+
+def outcome(reader: Reader, data: bytes, place: Path, more_bytes: int = MEMORY_BYTES) -> dict[str, Any]:
+    """What the reader makes of an input under the cap: {"codes": those of its errors}, or {"fault": what happened}."""
+    try:
+        with capped(more_bytes):
+            return {"codes": run(reader, data, place)}
+    except (Fault, MemoryError, RecursionError) as error:
+        return {"fault": f"{type(error).__name__}: {error}"}
+
+
+def main(arguments: list[str]) -> None:
+    loaded: set[str] = set()
+    with tempfile.TemporaryDirectory(prefix="xd-hostile-") as place:
+        for name, path in zip(arguments[::2], arguments[1::2], strict=True):
+            reader = readers()[name]
+            for data in reader.seeds().values() if name not in loaded else ():  # its modules, before the cap is set
+                run(reader, data, Path(place) / "seed")
+            loaded.add(name)
+            found = outcome(reader, Path(path).read_bytes(), Path(place) / "input")
+            print(json.dumps({"reader": name, "path": path, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -58,7 +58,7 @@ def mutate(data: bytes, form: str, draw: random.Random) -> bytes:
         change = flip if draw.random() < 1 / 6 else _FORMS[form]
         try:
             data = change(data, draw)[:_MOST]
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError, OverflowError, struct.error,
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, struct.error,
                 zipfile.BadZipFile, NotImplementedError, EOFError):  # fmt: skip
             data = flip(data, draw)[:_MOST]
     return data

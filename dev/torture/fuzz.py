@@ -112,7 +112,8 @@ def fuzz(name: str, seconds: int, keep: Path) -> None:
                 known.add(kind)
                 path = keep / f"{len(known):03d}.input"
                 path.write_bytes(data)
-                path.with_suffix(".txt").write_text("".join(traceback.format_exception(error)))
+                said = "".join(traceback.format_exception(error))
+                path.with_suffix(".txt").write_text(said, encoding="utf-8", errors="backslashreplace")
 
     def mutated(data: bytes, most: int, seed: int) -> bytes:
         draw = random.Random(seed)
