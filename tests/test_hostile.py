@@ -207,3 +207,11 @@ def test_an_empty_tensor_has_sizes_that_an_array_can_have(tmp_path):
             continue
         with pytest.raises(XdError, match="larger than any array"):
             tensors.TensorFile(path)
+
+
+def test_a_message_is_bounded_as_it_is_printed():
+    """A character that does not print is written as up to ten."""
+    long = "\U000e0001" * 5000
+    line = XdError(long, where=long, path=long, found=long, expected=long, hint=long).line()
+    assert line.isprintable() and len(line) < hostile_fixtures.MOST_LINE
+    assert r"\U000e0001" in line
