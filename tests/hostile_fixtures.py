@@ -775,8 +775,9 @@ def readers() -> dict[str, Reader]:
 
 
 @contextlib.contextmanager
-def capped(more_bytes: int = MEMORY_BYTES, cpu_s: float = CPU_S) -> Iterator[None]:
-    """Let this process map so much more than it has, and compute for so long; beyond it is a Fault or a MemoryError."""
+def capped(more_bytes: int, cpu_s: float = 0) -> Iterator[None]:
+    """Let this process map so much more than it has, and compute for so long (0: for ever). Beyond it is a MemoryError
+    or a Fault."""
 
     def hangs(_number: int, _frame: Any) -> None:
         raise Fault(f"computes for {cpu_s:g} s")
@@ -794,10 +795,12 @@ def capped(more_bytes: int = MEMORY_BYTES, cpu_s: float = CPU_S) -> Iterator[Non
         signal.signal(signal.SIGVTALRM, previous)
 
 
-def outcome(reader: Reader, data: bytes, place: Path, more_bytes: int = MEMORY_BYTES) -> dict[str, Any]:
+def outcome(
+    reader: Reader, data: bytes, place: Path, more_bytes: int = MEMORY_BYTES, cpu_s: float = CPU_S
+) -> dict[str, Any]:
     """What the reader makes of an input under the cap: {"codes": those of its errors}, or {"fault": what happened}."""
     try:
-        with capped(more_bytes):
+        with capped(more_bytes, cpu_s):
             return {"codes": run(reader, data, place)}
     except (Fault, MemoryError, RecursionError) as error:
         return {"fault": f"{type(error).__name__}: {error}"}

@@ -178,7 +178,7 @@ def test_memory_and_time_beyond_the_cap_are_found(tmp_path):
 
     assert "out of memory" in outcome(reads(hungry), b"", tmp_path / "place", 128 << 20)["fault"]
     assert outcome(reads(hungry), b"", tmp_path / "place") == {"codes": []}
-    with pytest.raises(Fault, match="computes for"), hostile_fixtures.capped(cpu_s=0.05):
+    with pytest.raises(Fault, match="computes for"), hostile_fixtures.capped(1 << 30, 0.05):
         run(reads(forever), b"", tmp_path / "place")
 
 
@@ -215,3 +215,11 @@ def test_a_message_is_bounded_as_it_is_printed():
     line = XdError(long, where=long, path=long, found=long, expected=long, hint=long).line()
     assert line.isprintable() and len(line) < hostile_fixtures.MOST_LINE
     assert r"\U000e0001" in line
+
+
+def test_the_long_form_says_when_its_fuzzer_is_not_there(root):
+    program = "import runpy, sys; sys.modules['atheris'] = None; runpy.run_path(sys.argv.pop(), run_name='__main__')"
+    command = [sys.executable, "-P", "-c", program, root / "dev/torture/fuzz.py"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (69, "")
+    assert ran.stderr == "fuzz: atheris is not installed, and nothing was fuzzed: pip install -e '.[fuzz]'\n"
