@@ -153,9 +153,10 @@ def _written(column: Any, how: str) -> bytes:
 
 
 def _packed(_: int) -> bytes:
-    """A row of 2^25 zeros in some hundred bytes."""
+    """A row of more zeros than are held together, in some hundred bytes."""
     import numpy as np
     import pyarrow
 
-    values = pyarrow.array(np.zeros(1 << 25, np.int8))
-    return _written(pyarrow.ListArray.from_arrays(pyarrow.array([0, 1 << 25], pyarrow.int32()), values), "zstd")
+    count = (1 << 24) + 1
+    values = pyarrow.array(np.zeros(count, np.int8))
+    return _written(pyarrow.ListArray.from_arrays(pyarrow.array([0, count], pyarrow.int32()), values), "zstd")

@@ -28,7 +28,7 @@ KEPT = sorted(path for path in CORPUS.rglob("*") if path.is_file())
 #: readers of packages that are not everywhere -> the package
 _OF_PACKAGE = {".pt": "torch", "parquet": "pyarrow"}
 BOMBS = {bomb.name: bomb for bomb in bomb_fixtures.bombs()}
-BOMB_BYTES = 1 << 20
+BOMB_BYTES = 1 << 19
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),

@@ -15,7 +15,6 @@ from libxd.errors import Status, XdError
 #: tokens that open a turn, the word after which says whose it is
 _OPENERS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|start|>")
 _OTHER_ROLES = ("user", "system", "tool", "developer", "ipython", "observation", "function")
-_MOST_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def _load(path: Path) -> dict[str, Any]:
         return {}
     try:
         # not strictly: tokenizers write lengths beyond any number that two readers would agree on
-        value = json.loads(strictjson.read_bytes(path, max_bytes=_MOST_BYTES))
+        value = json.loads(strictjson.read_bytes(path))
     except (ValueError, RecursionError) as error:
         if isinstance(error, XdError):
             raise
