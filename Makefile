@@ -253,6 +253,8 @@ torture: $(TORTURE) ## kill, tamper, fuzz and race the tools at length (the shor
 $(TORTURE): torture-%: setup
 	python -P dev/torture/$*.py
 
+torture-fuzz: $(VENV)/.fuzz
+
 .PHONY: bench
 bench: setup $(MODEL)/model.safetensors ## speed and memory as ratios within one run, met or not
 	python -P dev/bench.py
@@ -275,6 +277,11 @@ $(VENV)/.base: pyproject.toml constraints.txt
 $(VENV)/.ready: $(VENV)/.base
 	@echo "setting up $(VENV) (once; some minutes)" >&2
 	@$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[hf,dev]'
+	@touch $@
+
+# The fuzzer, for make torture alone.
+$(VENV)/.fuzz: $(VENV)/.ready
+	@$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	@touch $@
 
 # An environment of its own: vLLM pins its torch and its transformers. What of torch's family it brings along and never

@@ -7,6 +7,7 @@ no number, a text is no list.
 from __future__ import annotations
 
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ _MOST_ID = 2**31 - 1  # token ids are int32 in a score file
 _MOST_INT64 = 2**63 - 1
 _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{16,}={0,2}\s*")
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxdict, _BRIEF.maxtuple, _BRIEF.maxlong = 3, 20, 5, 20, 60
 _PRINTED = re.compile(r"\s*(\[|array\(|tensor\(|<)")
 
 
@@ -270,4 +273,5 @@ def _kind(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return shortened(repr(value) if not isinstance(value, str) else value, 60)
+    """The beginning of a value. What was unpickled may hold itself, or one list ten times over and over."""
+    return shortened(_BRIEF.repr(value) if not isinstance(value, str) else value, 60)
