@@ -242,12 +242,18 @@ docs: setup ## write docs/tools/*.md anew from --help
 prove: setup ## break every rule of docs/contract.md in turn and see its test fail
 	python -P dev/break_rules.py
 
+.PHONY: audit
+audit: setup ## pins, files, origins and licences of what is installed, as far as no network is needed
+	python -P dev/audit.py
+
 # Each program of dev/torture is one proof, long form; the short ones are tests.
 TORTURE := $(patsubst dev/torture/%.py,torture-%,$(wildcard dev/torture/*.py))
 .PHONY: torture $(TORTURE)
 torture: $(TORTURE) ## kill, tamper, fuzz and race the tools at length (the short forms are in make test)
 $(TORTURE): torture-%: setup
 	python -P dev/torture/$*.py
+
+torture-fuzz: $(VENV)/.fuzz
 
 .PHONY: bench
 bench: setup $(MODEL)/model.safetensors ## speed and memory as ratios within one run, met or not
@@ -271,6 +277,11 @@ $(VENV)/.base: pyproject.toml constraints.txt
 $(VENV)/.ready: $(VENV)/.base
 	@echo "setting up $(VENV) (once; some minutes)" >&2
 	@$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[hf,dev]'
+	@touch $@
+
+# The fuzzer, for make torture alone.
+$(VENV)/.fuzz: $(VENV)/.ready
+	@$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	@touch $@
 
 # An environment of its own: vLLM pins its torch and its transformers. What of torch's family it brings along and never

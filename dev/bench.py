@@ -15,7 +15,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]  # the tests' fixtures ma
 
 import bench_compare  # noqa: E402
 import bench_engine  # noqa: E402
+import bench_hook  # noqa: E402
 import bench_plan  # noqa: E402
+import bench_report  # noqa: E402
 import bench_score  # noqa: E402
 import bench_seal  # noqa: E402
 from bench_timing import Result  # noqa: E402
@@ -35,6 +37,10 @@ def main() -> int:
         results += bench_compare.measure(place, large)
         say("sealing")
         results.append(bench_seal.measure(large))
+        say("writing a trainer's step")
+        results.append(bench_hook.beside_writing(place))
+        say("reporting")
+        results.append(bench_report.measure(place))
         say("scoring")  # last: it loads torch here, and what this process held counts towards its children's peak
         results += bench_score.measure(place)
     say("teacher forcing")

@@ -1,10 +1,12 @@
 """Logprobs of frozen sequences by a real model, right and wrong in known ways: what dev/doctor_study.py is made of.
 
     python -P dev/doctor_arms.py SEQUENCES OUT [right]
+    $XD_PYTHON_VLLM -P dev/doctor_arms.py SEQUENCES OUT vllm
 
-The hf engines are called in this process, as the scorer's child would. OUT gets a file a scoring, float32 [T] each;
-those that are there are not scored again, and with `right` none with a mistake is. `right-…` are scorings without one,
-`wrong-…` those with one, by the name of what was made; a name ends in the dtype of the model.
+The engines are called in this process, as the scorer's child would. OUT gets a file a scoring, float32 [T] each; those
+that are there are not scored again, and with `right` none with a mistake is. `right-…` are scorings without one,
+`wrong-…` those with one, by the name of what was made; a name ends in the dtype of the model. With `vllm` another
+engine decodes, without a mistake.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from libxd.operators import catalog
 from libxd.operators.session import OperatorSession
 from libxd.runtimes import registry
 from libxd.runtimes.protocol import EngineContext, Request
+from libxd.runtimes.vllm.runtime import BLOCK_SIZE
 from libxd.sequences import Sequences
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +43,8 @@ RIGHT = {
     "reference-8": ("training", 8, "sdpa", "xd.reference_logp"),
 }
 FEWER = ("decode-8", "pass-8", "eager-8")  # in float16, which a CPU computes slowly
+#: decoding by vLLM, where its interpreter scored, too
+VLLM = "vllm-8"
 
 
 # -- mistakes inside the model, beside those of xd_mistakes
@@ -164,6 +169,7 @@ class Scorer:
     """Engines of one sequences file; what was scored lies in `out`."""
 
     def __init__(self, path: Path, out: Path) -> None:
+        self.path = path
         self.sequences = frozen.read(path)
         self.out = out
         out.mkdir(parents=True, exist_ok=True)
@@ -182,6 +188,17 @@ class Scorer:
         for dtype in ("float32", "bfloat16"):
             for name in arms(dtype):
                 self.wrong(name, dtype)
+
+    def of_vllm(self) -> None:
+        for dtype in ("bfloat16", "float32", "float16"):
+            self._kept(f"right-{VLLM}-{dtype}", lambda dtype=dtype: self._by_vllm(dtype))
+
+    def rights(self) -> list[tuple[str, str]]:
+        """(name, dtype) of the scorings without a mistake that are there."""
+        names = [(name, dtype) for dtype in ("float32", "bfloat16") for name in RIGHT]
+        names += [(name, "float16") for name in FEWER]
+        names += [(VLLM, dtype) for dtype in ("float32", "bfloat16", "float16")]
+        return [(name, dtype) for name, dtype in names if (self.out / f"right-{name}-{dtype}.npy").exists()]
 
     def one_by_one(self) -> np.ndarray:
         """Decoding in float32, a sequence at a time: the batch's part in a right scoring. Slow, and so not in RIGHT."""
@@ -212,6 +229,9 @@ class Scorer:
         columns |= {name: kept.otherwise[name] for name in ("top-p 0.95", "top-p 0.8", "top-k 20", "logits in bfloat16",
                                                             "the likeliest token's", "the next token's")}  # fmt: skip
         return {name: self._laid_out(kept.cells, column) for name, column in columns.items()}
+
+    def has_third(self) -> bool:
+        return (self.out / "third-bos-float32.npy").exists()
 
     def third(self) -> Rescored:
         """The third scorer: a float32 pass with eager attention, a sequence at a time."""
@@ -259,11 +279,7 @@ class Scorer:
         context = EngineContext({}, {"checkpoint": MODEL})
         engine = registry.load("hf").open(side, {"engine": arguments}, context)
         try:
-            if isinstance(operator, str):
-                session = OperatorSession(catalog.load(False))
-                session.resolve(side, {"backend": operator, "options": {}})
-                operator = session.instance(side)
-            engine.bind(operator)
+            engine.bind(_operator(side, operator) if isinstance(operator, str) else operator)
             if mistake:
                 mistake(engine)
             mode = "decode" if side == "rollout" else "teacher_forced"
@@ -271,12 +287,33 @@ class Scorer:
         finally:
             engine.close()
 
+    def _by_vllm(self, dtype: str) -> np.ndarray:
+        arguments = {"device": "cpu", "dtype": dtype, "enable_prefix_caching": False, "enforce_eager": True,
+                     "block_size": BLOCK_SIZE, "mode": "decode", "tensor_parallel_size": 1,
+                     "context_parallel_size": 1}  # fmt: skip
+        context = EngineContext({}, {"checkpoint": MODEL, "sequences": str(self.path)})
+        engine = registry.load("vllm").open("rollout", {"engine": arguments}, context)
+        try:
+            engine.bind(_operator("rollout", "native"))
+            return engine.score(self.sequences, Request(8, "decode", "canonical", SEMANTICS)).logprobs
+        finally:
+            engine.close()
+
+
+def _operator(side: str, backend: str) -> Any:
+    session = OperatorSession(catalog.load(False))
+    session.resolve(side, {"backend": backend, "options": {}})
+    return session.instance(side)
+
 
 if __name__ == "__main__":
+    scorer = Scorer(Path(sys.argv[1]), Path(sys.argv[2]))
+    if sys.argv[3:] == ["vllm"]:
+        scorer.of_vllm()
+        sys.exit()
     import torch
 
     torch.set_num_threads(1)
-    scorer = Scorer(Path(sys.argv[1]), Path(sys.argv[2]))
     scorer.all_right()
     if sys.argv[3:] != ["right"]:
         scorer.all_wrong()

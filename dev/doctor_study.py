@@ -24,7 +24,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "dev")]
 import doctor_arms  # noqa: E402
-from doctor_arms import FEWER, RIGHT, VOCABULARY, Scorer  # noqa: E402
+from doctor_arms import FEWER, VOCABULARY, Scorer  # noqa: E402
 from doctor_fixtures import Held, evidence, held, subset  # noqa: E402
 
 from libxd import sequences, tensors  # noqa: E402
@@ -229,8 +229,7 @@ Pair = tuple[str, Held, Held, dict[str, Any]]
 
 
 def _rights(scorer: Scorer) -> list[tuple[str, str, np.ndarray]]:
-    names = [(name, dtype) for dtype in DTYPES for name in RIGHT] + [(name, "float16") for name in FEWER]
-    return [(name, dtype, scorer.right(name, dtype)) for name, dtype in names]
+    return [(name, dtype, scorer.right(name, dtype)) for name, dtype in scorer.rights()]
 
 
 def _cut(scorer: Scorer, a: Any, b: Any, chosen: list[int], most: int | None) -> Pair:
@@ -266,8 +265,10 @@ def by_prompt(scorers: list[Scorer]) -> Iterator[Pair]:
 
 
 def thirds(scorers: list[Scorer]) -> Iterator[Pair]:
-    """Every two right scorings beside the third scorer."""
+    """Every two right scorings beside the third scorer, where it was asked."""
     for scorer in scorers:
+        if not scorer.has_third():
+            continue
         third = scorer.third()
         everything = list(range(scorer.sequences.num_sequences))
         for a, b in itertools.combinations(_rights(scorer), 2):
@@ -282,6 +283,8 @@ def synthetic(scorers: list[Scorer], pairs: int = 1500) -> Iterator[Pair]:
     pools = []
     for scorer in scorers:
         rights = {(name, dtype): values for name, dtype, values in _rights(scorer)}
+        if not all((name, "float16") in rights for name in FEWER):
+            continue
         cells = np.flatnonzero(scorer.sequences.active_mask)
         for (first, second), dtypes in itertools.product(
             (("decode-8", "pass-8"), ("decode-8", "eager-8"), ("pass-8", "eager-8")),
@@ -291,7 +294,7 @@ def synthetic(scorers: list[Scorer], pairs: int = 1500) -> Iterator[Pair]:
             order = np.argsort(r)
             pools.append((dtypes, r[order], np.abs(t - r)[order]))
     draw = np.random.default_rng(2)
-    for number in range(pairs):
+    for number in range(pairs if pools else 0):
         dtypes, levels, sizes = pools[number % len(pools)]
         lengths = draw.integers(4, 201, int(draw.choice([2, 4, 8, 16, 32, 64])))
         count = int(lengths.sum())
@@ -341,6 +344,13 @@ class FrozenScores:
         whole = np.full(self.sequences.num_tokens, np.nan, np.float32)
         whole[self.sequences.active_mask] = self._held[name]
         return whole
+
+    def has_third(self) -> bool:
+        return True
+
+    def rights(self) -> list[tuple[str, str]]:
+        names = [name.split("/")[1:] for name in self._held if name.startswith("right/")]
+        return [(name, dtype) for name, dtype in names if name != "decode-1"]
 
     def right(self, name: str, dtype: str) -> np.ndarray:
         return self._whole(f"right/{name}/{dtype}")

@@ -46,7 +46,7 @@ def main() -> None:
             bf16=False, report_to=[], save_strategy="no", disable_tqdm=True, seed=0,
         )  # fmt: skip
         trainer = hook.ScoredGRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32),
+            model=AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32, use_safetensors=True),
             processing_class=AutoTokenizer.from_pretrained(given.model),
             args=arguments,
             train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in PROMPTS]}),

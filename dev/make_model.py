@@ -200,7 +200,9 @@ def load(directory: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
     logging.disable_progress_bar()
-    model, report = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        directory, dtype="auto", output_loading_info=True, use_safetensors=True
+    )
     unaccounted = {kind: sorted(names) for kind, names in report.items() if names}
     if unaccounted or len(AutoTokenizer.from_pretrained(directory)) != model.config.vocab_size:
         sys.exit(f"make_model: transformers does not take the checkpoint as it is: {unaccounted}")

@@ -19,16 +19,15 @@ first principles", 1987), as long as outcomes are monotone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Literal
 
-Setting = frozenset[str]  # the changes that are bad in it
+from libxd import monotony
+from libxd.monotony import Contradiction, Setting
+
 Direction = Literal["break", "repair"]
 DIRECTIONS: tuple[Direction, ...] = ("break", "repair")
-#: settings that may be said to contradict monotony
-MAX_CONTRADICTIONS = 8
 _UNTOLD = "some of the sets inside it cannot be told"
 
 
@@ -49,14 +48,6 @@ class Answer:
     smallest: Literal["proven", "if_monotone", "open"]
     why: str
     needed: tuple[str, ...] | None
-
-
-@dataclass(frozen=True)
-class Contradiction:
-    """Two settings that are not monotone: `bad` is a part of `good`, which has more bad changes and is good."""
-
-    bad: Setting
-    good: Setting
 
 
 @dataclass(frozen=True)
@@ -87,7 +78,7 @@ def search(
         return Search(missing, tuple(asked), None, (), ())
     if known[ends[0]] is not False or known[ends[1]] is not True:
         return Search((), tuple(asked), False, (), ())
-    contradictions = _contradictions({setting: known[setting] for setting in known})
+    contradictions = monotony.contradictions(known)
     needed: dict[Setting, None] = {}
     answers = []
     for direction in (each for each in DIRECTIONS if each in directions):
@@ -159,7 +150,7 @@ class _Direction:
         other outcomes, where they are monotone, need not be tested."""
         bad = (self._direction == "break") != dual
         settings = [frozenset(toggled) if bad else self._all - frozenset(toggled) for toggled in sets]
-        outcomes = {each: _implied(each, self._known) if infer else self._known.get(each) for each in settings}
+        outcomes = {each: monotony.implied(each, self._known) if infer else self._known.get(each) for each in settings}
         tested = [each for each in settings if not infer or outcomes[each] is None]
         self._asked.update(dict.fromkeys(tested))
         self._own.update(tested)
@@ -288,31 +279,3 @@ def _apart(sets: Sequence[frozenset[str]]) -> int:
             seen |= each
             count += 1
     return count
-
-
-def _implied(setting: Setting, known: Mapping[Setting, bool | None]) -> bool | None:
-    """The outcome that known ones give a setting, where more bad changes never make it good."""
-    if (outcome := known.get(setting)) is not None:
-        return outcome
-    for other, outcome in known.items():
-        if outcome is not None and (other <= setting if outcome else setting <= other):
-            return outcome
-    return None
-
-
-def _contradictions(known: Mapping[Setting, bool | None]) -> tuple[Contradiction, ...]:
-    """Settings that are bad beside good ones with more bad changes; the nearest pairs first."""
-
-    def nearness(pair: Contradiction) -> tuple[int, list[str], list[str]]:
-        return len(pair.good - pair.bad), sorted(pair.bad), sorted(pair.good)
-
-    return tuple(sorted(_pairs(known), key=nearness)[:MAX_CONTRADICTIONS])
-
-
-def _pairs(known: Mapping[Setting, bool | None]) -> Iterator[Contradiction]:
-    told = [(setting, outcome) for setting, outcome in known.items() if outcome is not None]
-    for (one, first), (other, second) in combinations(told, 2):
-        if first != second:
-            bad, good = (one, other) if first else (other, one)
-            if bad < good:
-                yield Contradiction(bad, good)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from libxd.bisect import Answer
 from libxd.bisection import Bisection
-from libxd.plain import number, plain
-from libxd.table_text import WIDTH
+from libxd.plain import Footnotes, number, plain, value, wrapped
 from libxd.trial import Trial
 
 _FIGURES = {
@@ -26,18 +23,12 @@ Style = Callable[[str, str], str]
 
 def lines(found: Bisection, style: Style = lambda text, what: text) -> list[str]:
     """The knobs, the tests, the answers. style(text, what) may colour an outcome."""
-    notes: list[str] = []
-    out = [*_wrapped(_title(found)), "", *_knobs(found), "", *_tests(found, notes, style), "", *_wrapped(_noise(found))]
+    notes = Footnotes()
+    out = [*wrapped(_title(found)), "", *_knobs(found), "", *_tests(found, notes, style), "", *wrapped(_noise(found))]
     for answer in found.search.answers if found.search else ():
         out += ["", *_answer(found, answer)]
     out += _rest(found)
-    for place, note in enumerate(notes, 1):
-        out += textwrap.wrap(f"[{place}] {note}", WIDTH, subsequent_indent="    ", break_on_hyphens=False)
-    return [line.rstrip() for line in out]
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(plain(text), WIDTH)
+    return [line.rstrip() for line in (*out, *notes.lines())]
 
 
 def _title(found: Bisection) -> str:
@@ -59,7 +50,7 @@ def _knobs(found: Bisection) -> Iterator[str]:
         values = [(found.value(path, False), found.value(path, True)) for path in found.changes]
     rows = [("", "knob", *heads)]
     rows += [
-        (str(place), path, *map(_plain, pair))
+        (str(place), path, *map(value, pair))
         for place, (path, pair) in enumerate(zip(found.changes, values, strict=True), 1)
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -72,7 +63,7 @@ def _ends(found: Bisection) -> tuple[str, str]:
     return ("baseline", "other end") if found.bad_end == "other" else ("other end", "baseline")
 
 
-def _tests(found: Bisection, notes: list[str], style: Style) -> Iterator[str]:
+def _tests(found: Bisection, notes: Footnotes, style: Style) -> Iterator[str]:
     """A line a case: x where a knob is at its bad value, . where it is at its good one."""
     numbers = [str(place) for place in range(1, len(found.changes) + 1)]
     figure = "max" if found.question.by == "verdict" else found.question.by
@@ -103,13 +94,8 @@ def _marks(found: Bisection, trial: Trial) -> Iterator[str]:
     return ("x" if path in bad else "." for path in found.changes)
 
 
-def _outcome(trial: Trial, notes: list[str]) -> str:
-    if not trial.reason:
-        return trial.state
-    note = plain(trial.reason)
-    if note not in notes:
-        notes.append(note)
-    return f"{trial.state} [{notes.index(note) + 1}]"
+def _outcome(trial: Trial, notes: Footnotes) -> str:
+    return trial.state + notes.mark(plain(trial.reason))
 
 
 def _attempts(trial: Trial) -> str:
@@ -134,8 +120,8 @@ def _answer(found: Bisection, answer: Answer) -> Iterator[str]:
     yield f"{what}: {said}."
     breaks = answer.direction == "break"
     for path in answer.changes:
-        yield f"  {path}: {_plain(found.value(path, not breaks))} -> {_plain(found.value(path, breaks))}"
-    yield from ("  " + line for line in textwrap.wrap(" ".join(_proof(found, answer)), WIDTH - 2))
+        yield f"  {path}: {value(found.value(path, not breaks))} -> {value(found.value(path, breaks))}"
+    yield from wrapped(" ".join(_proof(found, answer)), "  ")
 
 
 def _proof(found: Bisection, answer: Answer) -> Iterator[str]:
@@ -174,14 +160,9 @@ def _rest(found: Bisection) -> Iterator[str]:
         for pair in found.search.contradictions:
             more = ", ".join(path for path in found.changes if path in pair.good - pair.bad)
             beside = ", ".join(path for path in found.changes if path in pair.bad) or "nothing"
-            yield from textwrap.wrap(f"with {beside} bad it is bad; with {more} bad, too, it is good", WIDTH,
-                                     initial_indent="  ", subsequent_indent="    ")  # fmt: skip
+            yield from wrapped(f"with {beside} bad it is bad; with {more} bad, too, it is good", "  ", "    ")
     if found.state == "searching":
         yield from ("", f"Not done: {len(found.rows)} more to score (--next prints them).")
     elif found.state != "done":
         name = {"stopped": "Stopped", "no_contrast": "Nothing to search"}[found.state]
-        yield from ("", *_wrapped(f"{name}: {found.why}."))
-
-
-def _plain(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else plain(str(value))
+        yield from ("", *wrapped(f"{name}: {found.why}."))

@@ -1,26 +1,28 @@
-"""A number a sequence, or a token, from a JSONL, CSV or safetensors file, laid beside the tokens of two score files."""
+"""A number a sequence, or a token, from a table or a tensor, laid beside the tokens of two score files."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import math
 import os
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from libxd import scores, shards, streams, strictjson
-from libxd.errors import Status, XdError, of_exception
+from libxd import scores, shards
+from libxd.diagnostics import locate
+from libxd.errors import Status, XdError
+from libxd.imports import files, table_rows
+from libxd.imports.rows import Notes, Row
 from libxd.plain import shortened
 from libxd.tensors import TensorFile
 
 _MOST_INDEX = 2**63 - 1  # of an array("q")
-FORMS = (".jsonl", ".csv", ".safetensors")
+_TABLES = (*files.JSON, *files.CSV, *files.PARQUET)
+_TENSORS = ".safetensors"
 #: beyond this no square or sum of squares would be left
 LARGEST = 1e100
 
@@ -59,13 +61,9 @@ class Column:
     groups: list[Any] | None = None
 
 
-class _Cell(str):
-    """A cell of a CSV file: a number there is text, which in JSON it must not be."""
-
-
 @dataclass
 class _Rows:
-    """The rows of a text file: where each stands, its sequence and position (-1: not said), value and group."""
+    """The rows of a table: where each stands, its sequence and position (-1: not said), value and group."""
 
     wheres: list[str] = field(default_factory=list)
     sequences: array = field(default_factory=lambda: array("q"))
@@ -75,27 +73,27 @@ class _Rows:
 
 
 def read(path: str | os.PathLike[str], name: str, layout: Layout, *, group: str | None = None) -> Column:
-    """The column `name` (or its plural) of a file whose name ends in one of FORMS.
+    """The column `name` (or its plural) of a JSON, JSONL, CSV, Parquet or safetensors file, which its name ends in.
 
     A row may say whose it is by `sequence` (from 0), and a token's by `position` in its sequence; rows that do not are
     in order. B rows are the sequences'; T rows, or as many as there are active tokens, the tokens'. A JSONL row may
     hold a list instead, for the tokens of its sequence or for the active ones of them. A tensor has the shape [B], [T]
     or [active tokens]. group: a column to be read beside it. XdError 66 or 65, with the place.
     """
-    path, form = Path(path), Path(path).suffix
-    if form not in FORMS:
+    path, form = Path(path), Path(path).suffix.lower()
+    if form not in (*_TABLES, _TENSORS):
         raise XdError("is in no form that is read here", code="bad-column", where=str(path), found=form or "no suffix",
-                      expected=" ".join(FORMS))  # fmt: skip
-    column = _of_tensors(path, name, layout, group) if form == ".safetensors" else _of_rows(path, name, layout, group)
+                      expected=" ".join((*_TABLES, _TENSORS)))  # fmt: skip
+    column = _of_tensors(path, name, layout, group) if form == _TENSORS else _of_rows(path, name, layout, group)
     _require_finite(column, layout, path, name)
     return column
 
 
 def _of_tensors(path: Path, name: str, layout: Layout, group: str | None) -> Column:
     with contextlib.ExitStack() as opened:
-        files = [opened.enter_context(TensorFile(each, follow_symlinks=True)) for each in shards.beside(path)]
-        name = _named(files[0].names, name, str(path))
-        for file in files:
+        held = [opened.enter_context(TensorFile(each, follow_symlinks=True)) for each in shards.beside(path)]
+        name = _named(held[0].names, name, str(path))
+        for file in held:
             if not file.dtype(name).startswith("float") or file.dtype(name).startswith("float8"):
                 raise _bad(str(file.path), "is no tensor of float16, float32 or float64", path=f"/{name}",
                            found=file.dtype(name))  # fmt: skip
@@ -103,27 +101,20 @@ def _of_tensors(path: Path, name: str, layout: Layout, group: str | None) -> Col
                 raise _bad(str(file.path), "is no flat tensor", path=f"/{name}", found=list(file.shape(name)))
         groups = None
         if group is not None:
-            dtype, left = files[0].dtype(group), layout.sequences
-            for file in files:
-                own = left if file is files[-1] else file.shape("cu_seqlens")[0] - 1
+            dtype, left = held[0].dtype(group), layout.sequences
+            for file in held:
+                own = left if file is held[-1] else file.shape("cu_seqlens")[0] - 1
                 file.expect(group, dtype, (own,))
                 left -= own
-            groups = [key for file in files for key in file.array(group).tolist()]
-        values = np.concatenate([np.asarray(file.array(name), np.float64) for file in files])
+            groups = [key for file in held for key in file.array(group).tolist()]
+        values = np.concatenate([np.asarray(file.array(name), np.float64) for file in held])
         return _laid(values, layout, str(path), groups)
 
 
 def _of_rows(path: Path, name: str, layout: Layout, group: str | None) -> Column:
     rows = _Rows()
-    try:
-        with open(path, "rb") as file:
-            lines = streams.rows(str(path), file, strictjson.MAX_BYTES)
-            for where, row in _json_rows(lines) if path.suffix == ".jsonl" else _csv_rows(lines):
-                _take(rows, where, row, name, group)
-    except OSError as error:
-        raise of_exception(error, str(path)) from error
-    if not rows.values:
-        raise _bad(str(path), "holds no row")
+    for row in files.rows(path, _TABLES, Notes()):
+        _take(rows, row, name, group)
     if any(isinstance(value, list) for value in rows.values):
         return _of_lists(rows, layout, str(path), group)
     if any(position >= 0 for position in rows.positions):
@@ -135,51 +126,20 @@ def _of_rows(path: Path, name: str, layout: Layout, group: str | None) -> Column
     return _laid(values, layout, str(path), None)
 
 
-def _json_rows(lines: Iterator[tuple[str, bytes]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for where, line in lines:
-        row = strictjson.loads(line, where)
-        if not isinstance(row, dict):
-            raise _bad(where, "is no JSON object", found=type(row).__name__)
-        yield where, row
-
-
-def _csv_rows(lines: Iterator[tuple[str, bytes]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows below the head, each with the place of its last line; a quoted cell may go over several."""
-    where, head = "", None
-
-    def texts() -> Iterator[str]:
-        nonlocal where
-        for place, line in lines:
-            where = place
-            yield line.decode() + "\n"
-
-    try:
-        for cells in csv.reader(texts(), strict=True):
-            if head is None:
-                head = [cell.strip().lstrip("\ufeff") for cell in cells]
-                if len(set(head)) != len(head):
-                    raise _bad(where, "two columns have one name", found=head)
-            elif len(cells) != len(head):
-                raise _bad(where, "has another number of cells than the head", found=len(cells), expected=len(head))
-            else:
-                yield where, {name: _Cell(cell) for name, cell in zip(head, cells, strict=True)}
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise _bad(where, f"is no row of a CSV file in UTF-8: {error}") from error
-
-
-def _take(rows: _Rows, where: str, row: dict[str, Any], name: str, group: str | None) -> None:
-    name = _named(row, name, where)
-    value = row[name]
-    rows.wheres.append(where)
-    rows.values.append(value if isinstance(value, list) else _number(value, where, name))
-    rows.sequences.append(_index(row, "sequence", where))
-    rows.positions.append(_index(row, "position", where))
+def _take(rows: _Rows, row: Row, name: str, group: str | None) -> None:
+    name = _named(row.names, name, row.where)
+    value = row.need(name)
+    if isinstance(value, list):
+        value = [math.nan if each is None else _number(row, name, each, at) for at, each in enumerate(value)]
+    rows.wheres.append(row.where)
+    rows.values.append(value if isinstance(value, list) else _number(row, name, value))
+    rows.sequences.append(_index(row, "sequence"))
+    rows.positions.append(_index(row, "position"))
     if group is not None:
-        if group not in row:
-            raise _bad(where, "has no group", path=f"/{group}", found=sorted(row))
-        if row[group] is None or (isinstance(row[group], str) and not row[group].strip()):
-            raise _bad(where, "names no group", path=f"/{group}", found=row[group])
-        rows.groups.append(row[group])
+        key = row.need(group, "--group names the column that says the group")
+        if isinstance(key, str) and not key.strip():
+            raise row.error(group, "names no group", found=key)
+        rows.groups.append(key)
 
 
 def _named(names: Any, name: str, where: str) -> str:
@@ -191,27 +151,27 @@ def _named(names: Any, name: str, where: str) -> str:
     return found[0]
 
 
-def _number(value: Any, where: str, name: str) -> float:
-    number = math.nan
-    if isinstance(value, _Cell) and value.isascii() and "_" not in value:  # Python would take other digits, and 1_0
-        with contextlib.suppress(ValueError):
-            number = float(value)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        number = float(value)
-    if not math.isfinite(number):
-        raise _bad(where, "is no finite number", path=f"/{name}", found=_shown(value))
-    return number
+def _number(row: Row, name: str, value: Any, at: int | None = None) -> float:
+    if isinstance(value, table_rows.Cell):
+        value = value.number()
+    if type(value) not in (int, float) or not abs(value) < math.inf:
+        raise row.error(name, "is no finite number", at=at, found=_shown(value))
+    if type(value) is int and abs(value) > LARGEST:  # an integer of JSON has any number of digits
+        raise row.error(name, "is too large to reckon with", at=at, found=_shown(value),
+                        expected=f"no more than {LARGEST:g}")  # fmt: skip
+    return float(value)
 
 
-def _index(row: dict[str, Any], name: str, where: str) -> int:
+def _index(row: Row, name: str) -> int:
     """A whole number from 0; -1 where the row says none."""
-    if (value := row.get(name)) is None:
+    if name not in row:
         return -1
-    if isinstance(value, _Cell) and value.isascii() and value.isdecimal() and len(value) <= len(str(_MOST_INDEX)):
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_INDEX:
-        raise _bad(where, f"a {name} is a whole number from 0", path=f"/{name}", found=_shown(value),
-                   expected=f"at most {_MOST_INDEX}")  # fmt: skip
+    value = row.need(name)
+    if isinstance(value, table_rows.Cell):
+        value = value.integer()
+    if type(value) is not int or not 0 <= value <= _MOST_INDEX:
+        raise row.error(name, f"a {name} is a whole number from 0", found=_shown(value),
+                        expected=f"at most {_MOST_INDEX}")  # fmt: skip
     return value
 
 
@@ -247,11 +207,10 @@ def _of_lists(rows: _Rows, layout: Layout, path: str, group: str | None) -> Colu
         if not isinstance(given, list):
             raise _bad(rows.wheres[row], "holds a number, and other rows lists")
         active = np.flatnonzero(layout.active[span])
-        numbers = np.array([math.nan if value is None else _number(value, rows.wheres[row], "") for value in given])
         if len(given) == span.stop - span.start:
-            values[span] = numbers
+            values[span] = given
         elif len(given) == len(active):
-            values[span.start + active] = numbers
+            values[span.start + active] = given
         else:
             raise _bad(rows.wheres[row], "has a list of another length than its sequence", found=len(given),
                        expected=f"{span.stop - span.start} tokens or {len(active)} active ones")  # fmt: skip
@@ -293,8 +252,7 @@ def _require_finite(column: Column, layout: Layout, path: Path, name: str) -> No
     if column.level == "token":
         bad = np.flatnonzero(layout.active & ~np.isfinite(column.values))
         if bad.size:
-            sequence = int(np.searchsorted(layout.cu_seqlens, bad[0], side="right")) - 1
-            position = int(bad[0] - layout.cu_seqlens[sequence])
+            sequence, position = locate(int(bad[0]), layout.cu_seqlens)
             raise _bad(str(path), f"an active token has no finite {name}",
                        found=f"sequence {sequence}, position {position}: {column.values[bad[0]]}")  # fmt: skip
     elif (bad := np.flatnonzero(~np.isfinite(column.values))).size:

@@ -42,14 +42,14 @@ _THREADS = 3  # for digests, a first pass of statistics, and a second that waits
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Judged:
     """What a verdict is judged by, but for the scores: an attempt's case and both sides' readbacks."""
 
     case: Case
     readbacks: dict[str, dict[str, Any]]
 
     @classmethod
-    def read(cls, attempt: Attempt) -> Evidence:
+    def read(cls, attempt: Attempt) -> Judged:
         """XdError 69 when the attempt was refused, 66 or 65 when a file is missing, damaged or another attempt's."""
         case = Case.read(attempt)
         if refusal := attempt.refusal():
@@ -75,8 +75,8 @@ def compare(attempt: Attempt) -> dict[str, Any]:
 
     Writing again what stands there already is fine; anything else is XdError 73, with what stands there kept.
     """
-    evidence = Evidence.read(attempt)
-    case = evidence.case
+    judged = Judged.read(attempt)
+    case = judged.case
     bound = case.requested["contract"]
     threshold = contract.from_row(bound, str(attempt)).threshold(bound["dtype"])
     num_tokens = case.identity["sequences"]["num_tokens"]
@@ -94,13 +94,13 @@ def compare(attempt: Attempt) -> dict[str, Any]:
         measuring = pool.submit(lambda: Measurement(difference, tally.result())) if difference and tally else None
         token_diffs = _write_token_diffs(attempt, case, threshold, difference, tally)
         measured = measuring.result() if measuring else None
-        inputs = evidence.digests() | {name: found.result() for name, found in digests.items()}
+        inputs = judged.digests() | {name: found.result() for name, found in digests.items()}
         facts = {side: found.result() for side, found in scored.items()}
-    violations = judge.violations(case.identity, evidence.readbacks, facts, case.materialized["strict"])
+    violations = judge.violations(case.identity, judged.readbacks, facts, case.materialized["strict"])
     if measured:
         problems += _nonfinite(measured)
 
-    followed = actual(case.requested, case.materialized, evidence.readbacks)
+    followed = actual(case.requested, case.materialized, judged.readbacks)
     attempt.write_json("actual.json", followed)
     comparison = {
         "schema_version": "xd.comparison.v1",

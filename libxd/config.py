@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import reduce
 from itertools import combinations
 from math import prod
 from pathlib import Path
@@ -72,7 +73,7 @@ class _Reader:
     def __init__(self, value: Any, where: str) -> None:
         self.where = where
         self.issues: list[XdError] = []
-        self.config = self._without_refused_fields(value, "")
+        self.config = self._without_refused_fields(value, ())
         try:
             schema.validate("experiment_config", self.config, where)
         except XdErrors as errors:
@@ -86,21 +87,21 @@ class _Reader:
         touched = any(issue.path == pointer or issue.path.startswith(pointer + "/") for issue in self.issues)
         return pointer[1:] in self.config and not touched
 
-    def _without_refused_fields(self, value: Any, pointer: str) -> Any:
-        """A copy without the fields that are refused by name, each reported in its place."""
+    def _without_refused_fields(self, value: Any, keys: tuple[str | int, ...]) -> Any:
+        """A copy without the fields that are refused by name, each reported in its place, which `keys` lead to."""
         if isinstance(value, list):
-            return [self._without_refused_fields(item, f"{pointer}/{i}") for i, item in enumerate(value)]
+            return [self._without_refused_fields(item, (*keys, i)) for i, item in enumerate(value)]
         if not isinstance(value, dict):
             return value
         kept = {}
         for name, item in value.items():
-            place = strictjson.pointer_to(pointer, name)
             if _names_threshold(name):
-                self._refuse_threshold(name, place)
-            elif pointer.startswith("/baseline") and any(word in name.lower() for word in knobs.DEFERRED):
-                self.report(f"{name} is deferred: this contract does not vary it", "deferred-knob", place)
+                self._refuse_threshold(name, _pointer(*keys, name))
+            elif keys[:1] == ("baseline",) and any(word in name.lower() for word in knobs.DEFERRED):
+                self.report(f"{name} is deferred: this contract does not vary it", "deferred-knob",
+                            _pointer(*keys, name))
             else:
-                kept[name] = self._without_refused_fields(item, place)
+                kept[name] = self._without_refused_fields(item, (*keys, name))
         return kept
 
     def _refuse_threshold(self, name: str, place: str) -> None:
@@ -274,6 +275,10 @@ class _Reader:
         for size, pointer in places:
             if reason := topology.conflict(size, model):
                 self.report(f"tensor parallelism of {size} {reason}", "indivisible", pointer)
+
+
+def _pointer(*keys: str | int) -> str:
+    return reduce(strictjson.pointer_to, keys, "")
 
 
 def _names_threshold(name: str) -> bool:

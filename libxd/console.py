@@ -38,10 +38,12 @@ class _Path(click.Path):
 #: an option or operand that is a path; whether it can be read or written is found out, and said, where that is done
 PATH = _Path(path_type=Path, readable=False)
 
-#: colours of words in a table on a terminal; a heading is bold
+#: colours of words on a terminal, whichever tool says them; a heading is bold
 _COLOURS = {"PASS": "green", "MISMATCH": "yellow", "above": "yellow", "unsupported": "bright_black",
             "refused": "bright_black", "incomplete": "red", "missing": "red", "INVALID_IDENTITY": "red",
-            "INVALID_ARTIFACT": "red", "ZERO_ACTIVE_TOKENS": "red"}  # fmt: skip
+            "INVALID_ARTIFACT": "red", "ZERO_ACTIVE_TOKENS": "red", "bug": "red", "rounding": "green",
+            "undecided": "yellow", "nothing": "green", "cause": "cyan", "bad": "red", "good": "green",
+            "unmeasured": "bright_black", "pending": "cyan"}  # fmt: skip
 
 
 class Console:

@@ -12,13 +12,9 @@ import numpy as np
 from libxd import at_hand, columns, sequences
 from libxd.columns import Layout
 from libxd.errors import Status, XdError
-from libxd.functional import advantages, rewards
+from libxd.functional import advantages, estimators, gae, rewards
 from libxd.functional.segments import Segments
 from libxd.pairs import Pair
-
-#: how advantages are made of rewards; those that compare a sequence with its group
-ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-GROUPED = tuple(name for name in ESTIMATORS if name != "reinforce_plus_plus")
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ def of_rewards(
     prompt_index: Sequence[int] | None = None,
     overlong: tuple[int, int] | None = None,
 ) -> Credit:
-    """Advantages of a file's rewards, one a sequence.
+    """Advantages of a file's rewards, one a sequence, by an estimator that needs no values of a critic.
 
     Samples of one group are those with an equal value in the file's column `group`, else in prompt_index [B]. overlong:
     the longest response and the cache of the soft overlong punishment, in active tokens. XdError 2 where groups are
@@ -67,13 +63,9 @@ def of_rewards(
     if column.level != "sequence":
         raise XdError("rewards are a sequence's, one each", code="bad-column", where=where,
                       found=f"{len(column.values)} tokens", expected=layout.sequences)  # fmt: skip
-    lengths, values = layout.lengths(), column.values
-    if overlong is not None:
-        try:
-            values = values + rewards.soft_overlong(lengths, *overlong)
-        except ValueError as error:
-            raise XdError(str(error), status=Status.USAGE, code="usage", where="--overlong") from error
-    if estimator not in GROUPED:
+    lengths = layout.lengths()
+    values = column.values + _overlong(lengths, overlong)
+    if estimators.NEEDS[estimator] != "groups":
         return Credit("sequence", _reinforce(values, lengths, where), "rewards", estimator)
     groups = _groups(column.groups if group is not None else prompt_index, where, estimator)
     made = {
@@ -84,6 +76,40 @@ def of_rewards(
     }[estimator]()
     varied = np.unique(groups.index[advantages.dr_grpo(values, groups) != 0])
     return Credit("sequence", made, "rewards", estimator, groups.size, groups.size - len(varied))
+
+
+def of_values(
+    path: str | os.PathLike[str],
+    values_path: str | os.PathLike[str],
+    layout: Layout,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    overlong: tuple[int, int] | None = None,
+) -> Credit:
+    """Generalised advantages, one a token, of a file's rewards and of a critic's values, one a token.
+
+    A sequence's reward stands at its last active token. overlong: as `of_rewards`, at that token. XdError 65 for values
+    that are not a token's, or as `columns.read`; 2 for a discount out of 0 to 1.
+    """
+    for name, number in (("gamma", gamma), ("lambda", lam)):
+        if not 0 <= number <= 1:
+            raise XdError("is from 0 to 1", status=Status.USAGE, code="usage", where=f"--discount {name}", found=number)
+    values = columns.read(values_path, "value", layout)
+    if values.level != "token":
+        raise XdError("values are a token's, one each", code="bad-column", where=str(values_path),
+                      found=f"{len(values.values)} sequences")  # fmt: skip
+    given, lengths = columns.read(path, "reward", layout), layout.lengths()
+    places = np.flatnonzero(layout.active)
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    ends, some = bounds[1:] - 1, lengths > 0
+    earned = given.values[places] if given.level == "token" else np.zeros(len(places))
+    if given.level == "sequence":
+        earned[ends[some]] = given.values[some]
+    earned[ends[some]] += _overlong(lengths, overlong)[some]
+    made = np.full(len(layout.active), np.nan)
+    made[places], _ = gae.gae(earned, values.values[places], bounds, gamma, lam)
+    return Credit("token", made, "rewards", "gae")
 
 
 def prompt_index(pair: Pair, path: str | os.PathLike[str] | None = None) -> Sequence[int] | None:
@@ -100,6 +126,16 @@ def prompt_index(pair: Pair, path: str | os.PathLike[str] | None = None) -> Sequ
             raise XdError("holds other tokens than were scored", code="other-tokens", where=str(path), path=f"/{name}",
                           expected=f"those of {pair.rollout.path}")  # fmt: skip
     return found.prompt_index
+
+
+def _overlong(lengths: np.ndarray, given: tuple[int, int] | None) -> np.ndarray:
+    """What is added to rewards, float64 [B]. XdError 2 for a cache that is none."""
+    if given is None:
+        return np.zeros(len(lengths))
+    try:
+        return rewards.soft_overlong(lengths, *given)
+    except ValueError as error:
+        raise XdError(str(error), status=Status.USAGE, code="usage", where="--overlong") from error
 
 
 def _reinforce(values: np.ndarray, lengths: np.ndarray, where: str) -> np.ndarray:

@@ -83,11 +83,11 @@ class KullbackLeibler:
 
     def k2(self, count: int) -> float | None:
         """k2 over `count` tokens; None for none."""
-        return _finite(_fsum(self._squares) / count / 2) if count else None
+        return finite(_fsum(self._squares) / count / 2) if count else None
 
     def k3(self, count: int) -> float | None:
         """k3 over `count` tokens; None for none, or where exp(d) is beyond float64."""
-        return _finite(_fsum(self._k3) / count) if count else None
+        return finite(_fsum(self._k3) / count) if count else None
 
 
 def tree_sum(values: np.ndarray) -> float:
@@ -167,7 +167,8 @@ def locate(index: int, cu_seqlens: np.ndarray) -> tuple[int, int]:
     return sequence, index - int(cu_seqlens[sequence])
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """None for what JSON has no number for."""
     return value if math.isfinite(value) else None
 
 

@@ -29,6 +29,7 @@ class Status(IntEnum):
 
 _UNSET: Any = object()
 MAX_ISSUES = 32  # of one pass that are said; more says nothing new
+MAX_COUNTED = 1000  # that are looked for: a file may hold millions
 #: characters of a part of a message
 _MOST_PLACE, _MOST_TEXT, _MOST_FACT = 400, 2000, 120
 _MOST_CHOICES = 300  # what was expected may be a list, and a name that is cut helps nobody
@@ -70,11 +71,14 @@ class XdError(ValueError):
     def line(self) -> str:
         """`WHERE: WHAT (found …, expected …; hint)`: one line of bounded length, whatever the parts hold."""
         found, expected = self._facts()
-        facts = [f"{name} {text}" for name, text in (("found", found), ("expected", expected)) if text is not None]
+        facts = [
+            f"{name} {_printed(text, _MOST_CHOICES)}"
+            for name, text in (("found", found), ("expected", expected)) if text is not None
+        ]  # fmt: skip
         tail = "; ".join(part for part in (", ".join(facts), _one_line(self.hint, _MOST_TEXT)) if part)
-        place = shortened(self.where, _MOST_PLACE) + (f"#{shortened(self.path, _MOST_PLACE)}" if self.path else "")
+        place = _printed(self.where, _MOST_PLACE) + (f"#{_printed(self.path, _MOST_PLACE)}" if self.path else "")
         text = _one_line(self.message, _MOST_TEXT)
-        return plain((f"{place}: " if place else "") + text + (f" ({tail})" if tail else ""))
+        return (f"{place}: " if place else "") + text + (f" ({tail})" if tail else "")
 
     def record(self) -> dict[str, Any]:
         """The same as one JSON object (`--log-json`, and what a scorer's child hands its parent)."""
@@ -114,8 +118,9 @@ class XdErrors(XdError):
         coming = iter(issues)
         self._issues = list(islice(coming, MAX_ISSUES))
         first = self._issues[0]
-        if more := sum(1 for _ in coming):
-            self._issues.append(XdError(f"and {more} more", status=first.status, code="more", where=first.where))
+        if more := sum(1 for _ in islice(coming, MAX_COUNTED)):
+            least = "at least " if more == MAX_COUNTED else ""
+            self._issues.append(XdError(f"and {least}{more} more", status=first.status, code="more", where=first.where))
         super().__init__(first.message, status=first.status, code=first.code, where=first.where, path=first.path)
 
     @property
@@ -183,7 +188,12 @@ def _text(filename: Any) -> str:
 
 def _one_line(text: str, most: int) -> str:
     """A text of lines, such as a library's message, in one."""
-    return shortened(" ".join(text.split()), most)
+    return _printed(" ".join(text.split()), most)
+
+
+def _printed(text: str, most: int) -> str:
+    """A part of a line: at most so many characters as they are printed, an escape for one that is not being several."""
+    return shortened(plain(shortened(text, most)), most)
 
 
 def _as_text(value: Any) -> str:

@@ -6,7 +6,6 @@ their number. r = training / rollout of the token that rollout sampled; docs/imp
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +111,7 @@ def of_pair(pair: Pair, credit: Credit | None = None, settings: Settings = DEFAU
             "tokens": pair.tokens, "sequences_without": len(pair.cu_seqlens) - 1 - counts["sequences"],
         },
         "ratio": {level: tally.as_json() for level, tally in levels.items()},
-        "kl": {name: {estimator: _finite(total / counts["active"]) for estimator, total in totals.items()}
+        "kl": {name: {estimator: diagnostics.finite(total / counts["active"]) for estimator, total in totals.items()}
                for name, totals in estimates.items()},
         "advantages": None if credit is None else {
             "source": credit.source, "level": credit.level, "estimator": credit.estimator, "groups": credit.groups,
@@ -211,7 +210,3 @@ def _require_same(pair: Pair, name: str, begin: int, end: int) -> None:
         found, expected = f"{theirs[at]} at {place}", f"{ours[at]} as on the rollout side"
     raise XdError("the two sides scored other tokens, so no ratio of them means anything", code="other-tokens",
                   where=str(pair.training.path), path=f"/{name}", found=found, expected=expected)  # fmt: skip
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Any
 
 from libxd.impact import Impact
-from libxd.plain import number, plain
-from libxd.table_text import WIDTH
+from libxd.plain import number, wrapped
 
 _LEVELS = {
     "token": "token",
@@ -31,7 +29,7 @@ def lines(impact: Impact) -> list[str]:
     title += _many(counts["active"], "active token")
     if counts["sequences_without"]:
         title += f"; {counts['sequences_without']} more without one"
-    out = [*_wrapped(plain(title)), *_wrapped(_STATES[found["model_state"]]), *_wrapped(_credit(found)), ""]
+    out = [*wrapped(title), *wrapped(_STATES[found["model_state"]]), *wrapped(_credit(found)), ""]
     out += _table([
         ("training / rollout - 1", "count", *_APART, "ESS", "chi-square"),
         *((_LEVELS[level], str(ratio["count"]), *(_apart(ratio[name]) for name in _APART),
@@ -114,8 +112,8 @@ def _notes(found: dict[str, Any]) -> list[str]:
             " whose coefficient has changed by more than a tenth, or vanished. change, cosine: the norm of the change"
             " of all coefficients over their norm without the difference, and the cosine of the angle between the two."
         )
-    out = _wrapped(said)
-    out += [line for each in found["objectives"] if each["why"] for line in _wrapped(f"{each['name']}: {each['why']}.")]
+    out = wrapped(said)
+    out += [line for each in found["objectives"] if each["why"] for line in wrapped(f"{each['name']}: {each['why']}.")]
     if reversed_ := sum(each["sign"]["reversed"] for each in found["objectives"] if each["sign"]):
         out.append(f"The KL penalty (beta {number(found['beta'])}) reverses {reversed_} coefficients in all.")
     return out
@@ -123,10 +121,6 @@ def _notes(found: dict[str, Any]) -> list[str]:
 
 def _many(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, break_on_hyphens=False)
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

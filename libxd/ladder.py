@@ -16,6 +16,7 @@ import numpy as np
 from libxd import canon, identity, knobs, roundoff, table
 from libxd.effect import SideEffect, conditions, side_effect
 from libxd.errors import XdError
+from libxd.plain import leaves
 from libxd.roundoff import Judgement, Sample
 from libxd.rundir import SIDES, Attempt
 from libxd.tensors import TensorFile
@@ -32,15 +33,15 @@ _SAME_MEAN = 1e-9
 class Rung:
     """An attempt as a rung.
 
-    shared: what all rungs of its ladder have in common, in the terms of ladder.schema.json; key: a digest over that and
-    what else must be equal. dtypes: by side, as the engines showed them (as materialised where one shows none, which
-    `reason` says; as requested where nothing ran). unit_roundoff: of the coarser side. sample: None where the status is
-    no measurement. beside: how far each side is from the reference.
+    shared: what all rungs of its ladder have in common, in the terms of ladder.schema.json; pinned: what else they
+    do. dtypes: by side, as the engines showed them (as materialised where one shows none, which `reason` says; as
+    requested where nothing ran). unit_roundoff: of the coarser side. sample: None where the status is no measurement.
+    beside: how far each side is from the reference.
     """
 
     attempt: Attempt
-    key: str
     shared: dict[str, Any]
+    pinned: dict[str, Any]
     dtypes: dict[str, str]
     unit_roundoff: float
     status: str
@@ -124,8 +125,19 @@ def ladders(rungs: Iterable[Rung]) -> list[Ladder]:
     """The ladders that these rungs make, in the order in which each first comes."""
     found: dict[str, list[Rung]] = {}
     for rung in rungs:
-        found.setdefault(rung.key, []).append(rung)
+        found.setdefault(canon.digest([rung.shared, rung.pinned]), []).append(rung)
     return [_ladder(sorted(each, key=lambda rung: -rung.unit_roundoff)) for each in found.values()]
+
+
+def apart(found: list[Ladder]) -> dict[str, list[str]]:
+    """What keeps ladders from being one, beside the knobs: path -> the values there, each once. Empty for one ladder,
+    and where knobs alone differ."""
+    seen: dict[str, dict[str, None]] = {}
+    for each in found:
+        rung = each.rungs[0]
+        for path, text in leaves({name: rung.shared[name] for name in ("experiment_id", "runtimes")} | rung.pinned):
+            seen.setdefault(path, {})[text] = None
+    return {path: list(values) for path, values in seen.items() if len(values) > 1}
 
 
 def _ladder(rungs: list[Rung]) -> Ladder:
@@ -142,8 +154,8 @@ def read(attempt: Attempt, reference: Reference | None = None) -> Rung:
     shared = _shared(attempt, row.requested["experiment_id"], judged=comparison is not None)
     return Rung(
         attempt=attempt,
-        key=canon.digest([shared, _pinned(attempt)]),
         shared=shared,
+        pinned=_pinned(attempt),
         dtypes={side: dtype for side, (dtype, _) in shown.items()},
         unit_roundoff=unit_roundoff,
         status=row.verdict,

@@ -3,59 +3,61 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
 from libxd.ladder import FIGURES, Ladder, Rung
-from libxd.plain import number, plain
+from libxd.plain import Footnotes, number, shortened, value, wrapped
 from libxd.rundir import SIDES
-from libxd.table_text import WIDTH
 
 _HEAD = ("rollout", "training", "u", "verdict", "tokens", "mean", "p50", "p99", "max")
 _BESIDE = ("rollout", "training", "nearer")
 _LEFT = (0, 1, 3, 11)  # columns that are words
 
 
-def lines(ladder: Ladder, others: list[Ladder], style: Callable[[str], str] = lambda text: text) -> list[str]:
-    """One ladder; of its knobs those are named in which it differs from the `others`. style may colour the answer."""
+def lines(ladder: Ladder, others: list[Ladder], style: Callable[[str, str], str] = lambda text, _: text) -> list[str]:
+    """One ladder; of its knobs those are named in which it differs from the `others`. style(text, what) may colour the
+    answer."""
     beside = any(rung.beside for rung in ladder.rungs)
-    notes: list[str] = []
+    notes = Footnotes()
     head = _HEAD + (_BESIDE if beside else ())
     body = [_cells(rung, beside, notes) for rung in ladder.rungs]
     widths = [max(len(row[i]) for row in (head, *body)) for i in range(len(head))]
     over = [(" |training - rollout| ", 5, 9)] + ([(" |side - reference| ", 9, 11)] if beside else [])
-    out = [*textwrap.wrap(plain(_title(ladder, others)), WIDTH), "", _over(widths, over), _line(head, widths)]
+    out = [*wrapped(_title(ladder, others)), "", _over(widths, over), _line(head, widths)]
     out += ["-" * len(out[-1]), *(_line(row, widths) for row in body), ""]
-    out += textwrap.wrap(_fit(ladder), WIDTH)
-    out.append(f"Answer: {style(ladder.judgement.answer)} ({ladder.judgement.why}).")
-    for place, note in enumerate(notes, 1):
-        out += textwrap.wrap(f"[{place}] {note}", WIDTH, subsequent_indent="    ", break_on_hyphens=False)
-    return [line.rstrip() for line in out]
+    out += wrapped(_fit(ladder))
+    out.append(f"Answer: {style(ladder.judgement.answer, ladder.judgement.answer)} ({ladder.judgement.why}).")
+    return [line.rstrip() for line in (*out, *notes.lines())]
+
+
+def apart(differing: dict[str, list[str]], count: int) -> list[str]:
+    """A line that says why there are `count` ladders and not one; none where knobs alone tell them apart."""
+    if not differing:
+        return []
+    first, *others = differing
+    values = ", ".join(shortened(text, 40) for text in differing[first][:3])
+    more = f", and in {len(others)} more: {', '.join(others[:4])}" if others else ""
+    return [f"{count} ladders, not one: they differ in {first} ({values}){more}; rungs differ in the dtypes alone"]
 
 
 def _title(ladder: Ladder, others: list[Ladder]) -> str:
     shared = ladder.rungs[0].shared
     runtimes = " against ".join(f"{shared['runtimes'][side]} as {side}" for side in SIDES)
     differing = [
-        f"{knob}={str(value).lower() if isinstance(value, bool) else value} ({side})"
+        f"{knob}={value(held)} ({side})"
         for side in SIDES
-        for knob, value in shared["knobs"][side].items()
-        if any(other.rungs[0].shared["knobs"][side].get(knob) != value for other in others)
+        for knob, held in shared["knobs"][side].items()
+        if any(other.rungs[0].shared["knobs"][side].get(knob) != held for other in others)
     ]
     return f"{shared['experiment_id']}: {runtimes}" + "".join(f", {each}" for each in differing)
 
 
-def _cells(rung: Rung, beside: bool, notes: list[str]) -> tuple[str, ...]:
-    verdict = rung.status
-    if rung.reason:
-        if rung.reason not in notes:
-            notes.append(rung.reason)
-        verdict += f" [{notes.index(rung.reason) + 1}]"
+def _cells(rung: Rung, beside: bool, notes: Footnotes) -> tuple[str, ...]:
     cells = [
         *(rung.dtypes[side] for side in SIDES),
         f"2^{round(math.log2(rung.unit_roundoff))}",
-        verdict,
+        rung.status + notes.mark(rung.reason),
         str(rung.active) if rung.active else "-",
         *(number(rung.figures[name]) for name in FIGURES),
     ]

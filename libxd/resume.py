@@ -25,6 +25,8 @@ _MOST_SHOWN = 80  # characters of a value
 #: what says what is to be measured: the case (its digest covers the pinned identity, and nothing that is only at hand
 #: somewhere), how it is to be tried, and what the table calls it
 _REQUEST = ("case_digest", "repeat", "submission", "strict_fallback", "intervention")
+#: the files of an attempt that say which row it is an attempt at, and under what conditions
+_SAYS_WHOSE = ("requested.json", "materialized.json")
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def outcome(row: dict[str, Any], run: RunDirectory, materialized: dict[str, Any]
     materialized: what the row materialises to now; None accepts an attempt of any environment and policy (to list what
     was measured, wherever that was).
     """
-    passed_over: list[tuple[Attempt, str]] = []
+    passed_over = [(it, "an attempt is a directory, and no symlink") for it in run.no_attempts(row["case_id"])]
     newest: dict[str, Attempt] = {}  # state -> the newest attempt in it
     for attempt in run.attempts(row["case_id"]):
         try:
@@ -71,8 +73,10 @@ def outcome(row: dict[str, Any], run: RunDirectory, materialized: dict[str, Any]
 def _state(attempt: Attempt, row: dict[str, Any], materialized: dict[str, Any] | None) -> str:
     """ "answered", "refused", "begun", "elsewhere" (sealed under other conditions) or "other".
 
-    XdError for an attempt that cannot be trusted.
+    XdError for an attempt that cannot be trusted. Of one that is sealed, what says whether it is this row's is
+    digested before it is believed, and all of it before it answers.
     """
+    seal.require_untampered(attempt, _SAYS_WHOSE)
     if not attempt.has("requested.json") or not _same_request(attempt.requested(), row):
         return "other"
     if not attempt.has("materialized.json"):
@@ -82,9 +86,7 @@ def _state(attempt: Attempt, row: dict[str, Any], materialized: dict[str, Any] |
         return "elsewhere" if attempt.has(SEAL) else "other"
     if not attempt.has(SEAL):
         return "refused" if attempt.refusal() else "begun"
-    problems = seal.verify(attempt)
-    if problems:
-        raise XdError(f"sealed, but {problems[0]}", code="tampered", where=str(attempt))
+    seal.require_untampered(attempt)
     status = verdict.read(attempt, Case.read(attempt))["status"]
     return "answered" if status in ANSWERS else "begun"
 

@@ -125,6 +125,12 @@ class Attempt:
             raise XdError("an attempt is a directory", code="bad-attempt", where=str(path))
         return attempt
 
+    @staticmethod
+    def is_named_by(path: str | os.PathLike[str]) -> bool:
+        """Whether a path ends as an attempt's does, whatever lies there."""
+        absolute = Path(os.path.abspath(path))
+        return bool(ATTEMPT_ID.match(absolute.name) and CASE_ID.match(absolute.parent.name))
+
     @property
     def attempt_id(self) -> str:
         return os.path.abspath(self.path).rsplit(os.sep, 1)[-1]
@@ -272,14 +278,23 @@ class RunDirectory:
 
     def attempts(self, case_id: str) -> Iterator[Attempt]:
         """The attempts of a case, newest first; what bears no attempt's name is passed over."""
+        for entry in self._named_as_attempts(case_id):
+            if entry.is_dir(follow_symlinks=False):
+                yield Attempt(entry.path)
+
+    def no_attempts(self, case_id: str) -> Iterator[Attempt]:
+        """What bears an attempt's name and is none, newest first: a symlink, a file. Nothing in it is to be read."""
+        for entry in self._named_as_attempts(case_id):
+            if not entry.is_dir(follow_symlinks=False):
+                yield Attempt(entry.path)
+
+    def _named_as_attempts(self, case_id: str) -> list[os.DirEntry[str]]:
         case = self.case(case_id)
         try:
             self._own(case_id)
             entries = [entry for entry in os.scandir(case) if ATTEMPT_ID.match(entry.name)]
         except FileNotFoundError:
-            return
+            return []
         except OSError as error:
             raise of_exception(error, str(case)) from error
-        for entry in sorted(entries, key=lambda e: int(e.name[1:]), reverse=True):
-            if entry.is_dir(follow_symlinks=False):
-                yield Attempt(entry.path)
+        return sorted(entries, key=lambda e: int(e.name[1:]), reverse=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from functools import cache, reduce
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import xdschemas
 from libxd.errors import XdError, XdErrors
 from libxd.strictjson import pointer_to
 
+_MOST_COPIED = 20_000  # parts of a value of which every error is said
 _DIVISIBLE = (dict, list, float)  # what may be or hold a float
 
 
@@ -46,15 +48,13 @@ def _validator(name: str) -> jsonschema_rs.Draft202012Validator:
 
 def validate(name: str, value: Any, where: str) -> Any:
     """`value`, when schema `name` accepts it; else XdErrors with a JSON pointer for every place that it does not."""
-    errors = _validator(name).iter_errors(value)
-    first = next(errors, None)
-    if first is not None:
+    if not _validator(name).is_valid(value):
         raise XdErrors(
             XdError(_message(error), code=_code(error), where=where, path=_place(error))
-            for error in chain([first], errors)
+            for error in _errors(name, value)
         )
     if (halved := _halved(value)) is not value:
-        errors = _validator(name).iter_errors(halved)
+        errors = iter(_errors(name, halved))
         fractions = (error for error in errors if _keyword(error) in ("type", "anyOf", "oneOf"))
         if (first := next(fractions, None)) is not None:
             raise XdErrors(
@@ -63,6 +63,26 @@ def validate(name: str, value: Any, where: str) -> Any:
                 for error in chain([first], fractions)
             )
     return value
+
+
+def _errors(name: str, value: Any) -> Iterable[jsonschema_rs.ValidationError]:
+    """What the schema has against a value: of a large one the first alone, for each comes with a copy of what it is
+    about, which is often the whole."""
+    validator = _validator(name)
+    if next(islice(_parts(value), _MOST_COPIED, None), None) is None:
+        return validator.iter_errors(value)
+    try:
+        validator.validate(value)
+    except jsonschema_rs.ValidationError as error:
+        return [error]
+    return []
+
+
+def _parts(value: Any) -> Iterator[bool]:
+    """As many as the value has parts."""
+    yield True
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _parts(item)
 
 
 def _halved(value: Any) -> Any:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from libxd import canon, publish, verdict
+from libxd import canon, publish, strictjson, verdict
 from libxd.errors import Status, XdError, of_exception
 from libxd.records import Case, digest
 from libxd.rundir import PAYLOADS, SEAL, SIDES, Attempt, payloads
@@ -70,8 +71,11 @@ def seal(attempt: Attempt) -> bool:
     return publish.publish_json(attempt.file(SEAL), "seal", value)
 
 
-def verify(attempt: Attempt) -> list[Problem]:
-    """In which ways the attempt is not what its seal says; [] when it is. XdError only when it cannot be listed."""
+def verify(attempt: Attempt, digested: Iterable[str] | None = None) -> list[Problem]:
+    """In which ways the attempt is not what its seal says; [] when it is. XdError only when it cannot be listed.
+
+    digested: the files whose content is looked at, None for all; the set of names is in any case.
+    """
     names = attempt.names()
     if SEAL not in names:
         return [Problem(SEAL, "missing", "the attempt is not sealed")]
@@ -80,22 +84,31 @@ def verify(attempt: Attempt) -> list[Problem]:
         return problems
     try:
         sealed = attempt.read(SEAL)
+        if strictjson.read_bytes(attempt.file(SEAL)) != _bytes(sealed):
+            return [*problems, Problem(SEAL, "malformed", "not in the bytes that xd-seal writes")]
     except XdError as error:
         return [*problems, Problem(SEAL, "malformed", error.issues[0].message)]
     if set(sealed["files"]) != set(wanted := payloads(sealed["files"])):
         return [*problems, Problem(SEAL, "malformed", "seals a set of files that no attempt has")]
     problems = _set_problems(attempt, names, (*wanted, SEAL))
     flawed = {problem.name for problem in problems}
-    for name in wanted:
+    for name in wanted if digested is None else digested:
         if name not in flawed:
             problems += _changed(attempt, name, sealed["files"][name])
     return problems or _misnamed(attempt, sealed)
 
 
-def require_untampered(attempt: Attempt) -> None:
-    """XdError 65 where the attempt is sealed and not what its seal says. One that is not sealed is for who asks."""
-    if attempt.has(SEAL) and (problems := verify(attempt)):
+def require_untampered(attempt: Attempt, digested: Iterable[str] | None = None) -> None:
+    """XdError 65 where the attempt is sealed and not what its seal says. One that is not sealed is for who asks.
+
+    digested: as of `verify`.
+    """
+    if attempt.has(SEAL) and (problems := verify(attempt, digested)):
         raise XdError(f"sealed, but {problems[0]}", code="tampered", where=str(attempt))
+
+
+def _bytes(sealed: dict[str, Any]) -> bytes:
+    return canon.dumps(sealed) + b"\n"
 
 
 def _set_problems(attempt: Attempt, names: list[str], wanted: tuple[str, ...]) -> list[Problem]:

@@ -14,7 +14,7 @@ from typing import Any
 from libxd import canon, contract, knobs, planner, verdict
 from libxd.effect import SideEffect, difference_of_conditions, floor, side_effect, standing
 from libxd.errors import XdError
-from libxd.plain import plain
+from libxd.plain import plain, value
 from libxd.records import Case
 from libxd.rundir import SIDES, Attempt
 
@@ -248,8 +248,4 @@ def _floors(baseline: Row, rows: list[Row], found: dict[int, list[tuple[Row, dic
 
 def _change(change: dict[str, Any]) -> str:
     allowed = " (fallback allowed)" if change["allow_fallback"] else ""
-    return f"{change['path']}={_plain(change['value'])}{allowed}"
-
-
-def _plain(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else plain(str(value))
+    return f"{change['path']}={value(change['value'])}{allowed}"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 from itertools import zip_longest
 
-from libxd.plain import number, plain
+from libxd.plain import WIDTH, Footnotes, number, wrapped
 from libxd.rundir import SIDES
 from libxd.table import Row, Table
 
-WIDTH = 120
 _NO_REPEAT = "Noise floor: not measured (no repeat of the baseline; xd-plan --repeats 1, or make REPEATS=1, plans one)."
 _NO_FLOOR = "Noise floor: not measured (no repeat of the baseline was scored beside it)."
 #: what a scenario level shows when every verdict of it is as hoped, and what it does not
@@ -32,7 +30,7 @@ _EMPTY = ("",) * len(_HEAD)
 
 def lines(table: Table, style: Callable[[str, str], str] = lambda text, what: text) -> list[str]:
     """A table of at most 120 columns. style(text, what) may colour a padded cell: what is a verdict or a standing."""
-    notes: list[str] = []
+    notes = Footnotes()
     rows = [_cells(each, table.name(each), notes) for each in table.rows]
     body = [line for row in rows for line in row]
     full = [cells for cells in body if any(cells[2:])]  # what was not judged runs on over the empty columns
@@ -48,9 +46,7 @@ def lines(table: Table, style: Callable[[str, str], str] = lambda text, what: te
         names = wrapped_name(row[0][0], widths[0])
         for name, cells in zip_longest(names, row, fillvalue=None):
             out.append(_line((name or "", *(cells or _EMPTY)[1:]), widths, style))
-    out += ["", *_legend(table)]
-    for place, note in enumerate(notes, 1):
-        out += textwrap.wrap(f"[{place}] {note}", WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    out += ["", *_legend(table), *notes.lines()]
     return [line.rstrip() for line in out]
 
 
@@ -64,7 +60,7 @@ def title(table: Table) -> list[str]:
         f"{first['experiment_id']} ({scenario}): contract {bound['source']} version {bound['version']}, "
         f"threshold {table.threshold:g} nats ({dtype})"
     )
-    return [line for text in (named, claim(table.rows)) for line in textwrap.wrap(plain(text), WIDTH)]
+    return [line for text in (named, claim(table.rows)) for line in wrapped(text)]
 
 
 def claim(rows: list[Row]) -> str:
@@ -87,13 +83,9 @@ def _engines(rows: list[Row]) -> str:
     return " and ".join(said) or "no engines"
 
 
-def _cells(row: Row, name: str, notes: list[str]) -> list[tuple[str, ...]]:
+def _cells(row: Row, name: str, notes: Footnotes) -> list[tuple[str, ...]]:
     """The lines of one row: the first with everything, a further one for the effect on the other side."""
-    verdict = row.verdict
-    if row.reason:
-        if row.reason not in notes:
-            notes.append(row.reason)
-        verdict += f" [{notes.index(row.reason) + 1}]"
+    verdict = row.verdict + notes.mark(row.reason)
     if row.comparison is None:
         return [(name, verdict, *[""] * 8)]
     counts, difference = row.comparison["counts"], row.comparison["logprob_difference"]

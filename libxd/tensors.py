@@ -49,6 +49,7 @@ _TAGS = {
 }
 _BY_NAME = {name: (tag, size) for tag, (name, size, _) in _TAGS.items()}
 _BOOL_BLOCK = 1 << 22
+_MOST_ADDRESSED = 2**63 - 1  # bytes that the sizes of an array may span, whichever of them are 0
 
 
 @dataclass(frozen=True)
@@ -278,6 +279,8 @@ def _parse_entry(name: str, value: Any, start: int, where: str) -> _Entry:
     if not _sizes(offsets) or len(offsets) != 2:
         raise _malformed(where, "data_offsets are not two offsets", path=f"{path}/data_offsets", found=offsets)
     begin, end = offsets
+    if _TAGS[tag][1] * math.prod(size for size in shape if size) > _MOST_ADDRESSED:  # an empty one, too
+        raise _malformed(where, "shape is larger than any array", path=f"{path}/shape", found=shape)
     wanted = _TAGS[tag][1] * math.prod(shape)
     if end - begin != wanted:
         raise _malformed(where, "data_offsets do not span dtype times shape", path=f"{path}/data_offsets",

@@ -115,6 +115,13 @@ class Bench:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
+    @classmethod
+    def tiny(cls, tmp_path_factory: Any) -> Bench:
+        """A bench of its own tiny model (pytest's factory of directories says where)."""
+        directory = tmp_path_factory.mktemp("models") / "tiny"
+        save_model(directory)
+        return cls(directory)
+
     def open(self, side: str, **changes: Any) -> Any:
         """An engine with its operator bound."""
         made = row(**changes)

@@ -72,6 +72,10 @@ def test_what_is_no_run(xd, made, tmp_path):
     other = judged(tmp_path / "other", LOGPROBS, moved(0.1), source="bitwise")
     ran = xd("xd-report", "-q", made, other)
     assert ran.status == 65 and "of one experiment" in ran.err
+    named = next(made.glob("cases/*/a*")).parent.parent
+    assert f"give the attempts of one: {named}/c-" in ran.err and f", or {other}" in ran.err
+    ran = xd("xd-report", next(other.path.glob("score_*")))
+    assert ran.status == 65 and "is a file, and a report is of attempts" in ran.err
 
 
 def test_a_damaged_attempt_is_said_and_the_others_are_reported(xd, tmp_path):

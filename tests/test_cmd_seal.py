@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,54 @@ def test_a_tampered_attempt_is_73(xd, tmp_path: Path) -> None:
     ran = xd("xd-seal", attempt)
     assert (ran.status, ran.out) == (73, "")
     assert "xd-seal --verify" in ran.err
+
+
+def test_a_statement_goes_to_stdout_or_into_a_file(xd, tmp_path: Path) -> None:
+    first, second = compared(tmp_path), compared(tmp_path)
+    xd("xd-seal", first, second)
+    ran = xd("xd-seal", "--statement", first, second)
+    assert (ran.status, ran.err) == (0, "")
+    assert [entry["name"][-5:] for entry in json.loads(ran.out)["predicate"]["attempts"]] == ["a0001", "a0002"]
+    out = tmp_path / "s.json"
+    written = xd("xd-seal", "--statement", "--out", out, stdin=f"{second}\n{first}\n")
+    assert (written.status, written.out) == (0, f"{out}\n")
+    assert out.read_text() == ran.out
+    assert xd("xd-seal", "--statement", "--out", out, second, first).status == 0, "the same again"
+    other = xd("xd-seal", "--statement", "--out", out, second)
+    assert (other.status, other.out, out.read_text()) == (73, "", ran.out)
+
+
+def test_of_an_imported_attempt_nothing_is_stated_that_nobody_knows(xd, tmp_path: Path) -> None:
+    (tmp_path / "both.csv").write_text("seq,id,active,rollout,training\n0,5,0,,\n0,6,1,-1.0,-1.25\n")
+    mapped = [word for target, column in (("sequence", "seq"), ("token_id", "id"), ("active", "active"),
+                                          ("rollout_logprob", "rollout"), ("training_logprob", "training"))
+              for word in ("--map", f"{target}={column}")]  # fmt: skip
+    made = xd("xd-import", "csv", "both.csv", "--side", "both", *mapped, "--runs", "runs", "--experiment", "mine",
+              "--dtype", "bfloat16")  # fmt: skip
+    assert made.status == 0, made.err
+    for tool in ("xd-compare", "xd-seal"):
+        assert xd(tool, stdin=made.out).out == made.out
+    ran = xd("xd-seal", "--statement", stdin=made.out)
+    assert ran.status == 0, ran.err
+    (entry,) = json.loads(ran.out)["predicate"]["attempts"]
+    assert (entry["scenario"], entry["strict"], entry["status"]) == (None, False, "INVALID_IDENTITY")
+    assert entry["identity"]["checkpoint"] is None
+    assert entry["claim"].startswith("Scored by others")
+
+
+def test_no_statement_over_a_part(xd, tmp_path: Path) -> None:
+    whole, touched, open_ = compared(tmp_path), compared(tmp_path), compared(tmp_path)
+    xd("xd-seal", whole, touched)
+    touched.file("more").write_text("")
+    out = tmp_path / "s.json"
+    for bad, status in ((touched, 65), (open_, 66)):
+        ran = xd("xd-seal", "--statement", "--out", out, whole, bad)
+        assert (ran.status, ran.out, out.exists()) == (status, "", False)
+        assert f"{bad}: " in ran.err
+        assert xd("xd-seal", "--statement", whole, bad).out == ""
+    assert xd("xd-seal", "--statement", stdin="").status == 66
+    assert xd("xd-seal", "--statement", "--verify", whole).status == 2
+    assert xd("xd-seal", "--out", out, whole).status == 2
 
 
 def test_sealing_and_verifying_load_no_numpy(tmp_path: Path) -> None:

@@ -77,14 +77,14 @@ ROW = {"advantage": 1}
 WRONG = [
     # name, lines, where, what
     ("a.txt", [""], "a.txt", "in no form"),
-    ("a.jsonl", [], "a.jsonl", "holds no row"),
-    ("a.csv", ["advantage"], "a.csv", "holds no row"),
+    ("a.jsonl", [], "a.jsonl", "holds no entry"),
+    ("a.csv", ["advantage"], "a.csv", "holds no rows"),
     ("a.jsonl", [ROW, ROW], "a.jsonl", "neither sequences nor tokens"),
     ("a.csv", ["advantage", 1, 2, 3, 4], "a.csv", "neither sequences nor tokens"),
     ("a.jsonl", [ROW, {"reward": 1}], "a.jsonl:2", "holds no advantage"),
     ("a.jsonl", [{"advantage": 1, "advantages": 1}], "a.jsonl:1", "holds both"),
     ("a.jsonl", [ROW, '{"advantage": NaN}', ROW], "a.jsonl:2", "NaN is not JSON"),
-    ("a.jsonl", [ROW, {"advantage": None}, ROW], "a.jsonl:2", "no finite number"),
+    ("a.jsonl", [ROW, {"advantage": None}, ROW], "a.jsonl:2", "advantage is null"),
     ("a.jsonl", [ROW, {"advantage": True}, ROW], "a.jsonl:2", "no finite number"),
     ("a.jsonl", [ROW, {"advantage": "1"}, ROW], "a.jsonl:2", "no finite number"),
     ("a.jsonl", [ROW, {"advantage": {}}, ROW], "a.jsonl:2", "no finite number"),
@@ -94,10 +94,10 @@ WRONG = [
     ("a.csv", ["advantage", 1, "inf", 2], "a.csv:3", "no finite number"),
     ("a.csv", ["advantage", 1, "x", 2], "a.csv:3", "no finite number"),
     ("a.csv", ["advantage,b", "1,2", "1"], "a.csv:3", "another number of cells"),
-    ("a.csv", ["advantage,advantage", "1,2"], "a.csv:1", "two columns have one name"),
-    ("a.csv", ["advantage", '"1'], "a.csv:2", "no row of a CSV"),
+    ("a.csv", ["advantage,advantage", "1,2"], "a.csv:1", "stands twice in the header"),
+    ("a.csv", ["advantage", '"1'], "a.csv:2", "not CSV"),
     ("a.jsonl", ["[1]"], "a.jsonl:1", "no JSON object"),
-    ("a.jsonl", ['{"advantage": 1'], "a.jsonl:1", "not JSON"),
+    ("a.jsonl", ['{"advantage": 1'], "a.jsonl:1", "cut off"),
     ("a.jsonl", [{**ROW, "sequence": i} for i in (0, 1, 3)], "a.jsonl:3", "no sequence there is"),
     ("a.jsonl", [{**ROW, "sequence": i} for i in (0, 1, 1)], "a.jsonl:3", "second row of its sequence"),
     ("a.jsonl", [{**ROW, "sequence": "x"}], "a.jsonl:1", "a sequence is a whole number"),
@@ -149,5 +149,5 @@ def test_a_missing_file_and_tensors_that_are_wrong(tmp_path):
             read(path)
     with pytest.raises(XdError, match="lacks a tensor"):
         read(tmp_path / "4.safetensors", group="uid")
-    with pytest.raises(XdError, match="has no group"):
+    with pytest.raises(XdError, match="has no prompt"):
         read(jsonl(tmp_path / "a.jsonl", ROW), group="prompt")

@@ -117,6 +117,18 @@ def test_with_a_third_scorer_the_one_change_is_named(name, dtype, cause):
         assert cause not in causes(name, dtype)
 
 
+def test_of_a_mistake_without_a_shape_the_model_says_whose_it_is():
+    made = MADE["rope_scaled", "float32"]
+    told = {finding.cause: finding for finding in study.look(made, THIRD).findings}["more-than-rounding"]
+    assert "look at the other findings first" in told.next[0] and "of training, which is further" in told.next[0]
+    swapped = found(held("rollout", made.training.logprobs, S), pair()[1], rescored=THIRD)["more-than-rounding"]
+    assert "of rollout, which is further" in swapped.next[0]
+    apart = [float(each.split(" on ")[0]) for each in told.evidence[1].partition(": ")[2].split(", ")]
+    assert apart[1] > 10 * apart[0]
+    alone = {finding.cause: finding for finding in study.look(made, None).findings}["more-than-rounding"]
+    assert len(alone.evidence) == 1 and "--rescore" in alone.next[1]
+
+
 def test_the_temperature_is_the_one_that_was_set():
     cold = MADE["temperature 0.70", "bfloat16"]
     first = study.look(cold, THIRD).findings[0]
@@ -238,7 +250,9 @@ def test_below_its_smallest_sample_a_detector_is_silent_and_says_so(rule):
 
 
 def test_a_detector_that_needs_more_says_which_option_gives_it():
-    assert examined(evidence(*pair())).silent == {"third-scorer": "needs --rescore MODEL"}
+    silent = examined(evidence(*pair())).silent
+    assert silent.pop("provenance").startswith("needs an attempt")
+    assert silent == {"third-scorer": "needs --rescore MODEL"}
 
 
 def test_every_rule_is_whole():

@@ -99,7 +99,7 @@ def test_what_nobody_showed_is_no_cause_and_is_said(tmp_path):
               "expected": None, "observed": None}  # fmt: skip
     path.write_text(json.dumps({**said, "status": "INVALID_IDENTITY", "violations": [unseen]}))
     found = diagnosis.of_pair(looked(made))
-    assert found.findings == [] and found.silent["contract"] == "was not shown: weights_before"
+    assert found.findings == [] and found.silent["provenance"] == "was not shown: weights_before"
     path.write_text(json.dumps({**said, "status": "INVALID_IDENTITY", "violations": [{**unseen, "code": "weights"}]}))
     assert [each.cause for each in diagnosis.of_pair(looked(made)).findings] == ["identity"]
 
@@ -148,8 +148,11 @@ def test_a_ladder_answers_bug_or_rounding(tmp_path):
         evidences = [looked(each) for each in rungs(tmp_path / answer, mistake)]
         climbed = diagnosis.climbed(rung for each in evidences if (rung := diagnosis.rung(each)))
         for each in evidences:
-            found = diagnosis.of_pair(each, climbed[str(each.attempt)]).answer
+            diagnosed = diagnosis.of_pair(each, climbed[str(each.attempt)])
+            found = diagnosed.answer
             assert found is not None and (found.answer, found.by) == (answer, "ladder")
+            assert "ladder" not in diagnosed.silent
+        assert diagnosis.of_pair(evidences[0]).silent["ladder"] == "needs the same tokens in two precisions"
     (alone,) = [diagnosis.rung(evidences[0])]
     assert alone is not None and diagnosis.climbed([alone]) == {}  # one precision alone is no ladder
 

@@ -1,14 +1,10 @@
-"""Runtime hf on a tiny random Llama: what it would build, right numbers, and evidence that tells the truth."""
+"""Runtime hf on a tiny random Llama: right numbers, and evidence that tells the truth."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,44 +12,31 @@ import pytest
 import tolerances
 from conftest import ROOT
 from hf_fixtures import (
-    ENVIRONMENT,
-    LAYERS,
     PROMPT_LENS,
     Bench,
     frozen,
     greatest,
-    joined,
     only,
     plan,
     request,
-    save_model,
 )
 
-from libxd import checkpoint, environment, knobs, sequences
+from libxd import checkpoint, knobs, sequences
 from libxd.errors import Status, XdError
-from libxd.runtimes.hf import runtime as hf_runtime
-from libxd.runtimes.protocol import Observation
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from libxd.runtimes.hf.attention import AttentionCalls  # noqa: E402
-from libxd.runtimes.hf.prefix import PrefixStore  # noqa: E402
 
 SEQUENCES = frozen()
 #: no two prompts equal
 DISTINCT = frozen(response_lens=((4,), (6,), (3,)))
 NEAR = tolerances.TINY_LLAMA_FLOAT32_NATS
-needs_compiler = pytest.mark.skipif(ENVIRONMENT["compiler"] is None, reason="no C++ compiler")
-GPU = {"driver": "13.0", "devices": [{"name": "a GPU", "capability": "9.0"}]}
-GPUS = {**GPU, "devices": GPU["devices"] * 2}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def bench(tmp_path_factory) -> Bench:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    save_model(directory)
-    return Bench(directory)
+    return Bench.tiny(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -74,147 +57,6 @@ def test_float16_is_computed_in_and_eight_times_nearer_to_float32_than_bfloat16(
         apart[dtype] = float(np.nanmean(np.abs(scores.logprobs - exact)))
     assert 4 < apart["bfloat16"] / apart["float16"] < 16
 
-
-
-# -- materialising
-
-
-@pytest.mark.parametrize("side", knobs.SIDES)
-def test_every_knob_of_a_side_has_a_record_and_the_baseline_is_applied(side):
-    made = plan(side)
-    assert [record.knob for record in made.knobs] == [knob.path for knob in knobs.of_side(side)]
-    for record in made.knobs:
-        assert (record.status, record.materialized) == ("applied", record.requested), record
-        assert record.lifecycle == knobs.CATALOG[record.knob].lifecycle and record.evidence
-    assert made.refusals == []
-
-
-@pytest.mark.parametrize(
-    ("side", "changes"),
-    [
-        ("rollout", {"batch__size": 1}),
-        ("training", {"batch__size": 1}),
-        ("rollout", {"rollout__tensor_parallel_size": 2}),
-        ("rollout", {"rollout__context_parallel_size": 2}),
-        ("rollout", {"rollout__tensor_parallel_size": 2, "device": "cuda", "cuda": GPUS}),
-        ("training", {"training__sharding": "fsdp"}),
-        ("training", {"training__sharding": "fsdp", "device": "cuda", "cuda": GPUS}),
-        ("rollout", {"rollout__dtype": "bfloat16"}),
-        ("rollout", {"rollout__enable_prefix_caching": True}),
-        ("rollout", {"rollout__enforce_eager": False}),
-        ("training", {"training__attention_backend": "sdpa"}),
-        ("training", {"training__attention_backend": "flex_attention"}),
-        ("training", {"training__compute_dtype": "float16"}),
-        ("training", {"logp__backend": "xd.reference_logp"}),
-        ("rollout", {"rollout__enforce_eager": False, "lacks": ("compiler",), "device": "cuda", "cuda": GPU,
-                     "packages": {"triton": "3.6"}}),
-    ],
-)  # fmt: skip
-def test_what_can_be_done_is_applied(side, changes):
-    made = plan(side, **changes)
-    (name,) = (name.replace("__", ".") for name in changes if "__" in name)
-    (record,) = (record for record in made.knobs if record.knob == name)
-    asked = changes[name.replace(".", "__")]
-    assert (record.status, record.requested, record.materialized) == ("applied", asked, asked)
-    assert made.refusals == []
-    # a knob of a request leaves the engine as it is; one of construction is in its fingerprint
-    fingerprints = (made.construction, made.context, made.process)
-    unchanged = plan(side, **{key: value for key, value in changes.items() if "__" not in key})
-    same = fingerprints == (unchanged.construction, unchanged.context, unchanged.process)
-    assert same == (name in ("batch.size", "logp.backend"))
-
-
-@pytest.mark.parametrize(
-    ("side", "changes", "reason"),
-    [
-        ("rollout", {"rollout__tensor_parallel_size": 4}, "2 key-value heads"),
-        ("rollout", {"rollout__tensor_parallel_size": 2, "device": "cuda", "cuda": GPU}, "this machine has 1"),
-        ("rollout", {"rollout__context_parallel_size": 2, "device": "cuda", "cuda": GPU}, "this machine has 1"),
-        ("rollout", {"rollout__enforce_eager": False, "lacks": ("compiler",)}, "C++ compiler"),
-        ("rollout", {"rollout__enforce_eager": False, "rollout_mode": "prefill"}, "decoding steps"),
-        ("rollout", {"rollout__enable_prefix_caching": True, "rollout_mode": "prefill"}, "prefill"),
-        ("training", {"training__sharding": "fsdp", "device": "cuda", "cuda": GPU}, "two ranks"),
-        ("training", {"training__attention_backend": "flash_attention_2"}, "CUDA alone"),
-        ("training", {"training__attention_backend": "flash_attention_3", "device": "cuda", "cuda": GPU},
-         "flash-attn-3"),
-        ("training", {"training__attention_backend": "flex_attention", "lacks": ("compiler",)}, "C++ compiler"),
-        ("rollout", {"rollout__enforce_eager": False, "lacks": ("triton",), "device": "cuda", "cuda": GPU}, "triton"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_done_is_unsupported_with_the_reason(side, changes, reason):
-    made = plan(side, **changes)
-    (record,) = (record for record in made.knobs if record.status != "applied")
-    assert record.knob.replace(".", "__") in changes
-    assert (record.status, record.materialized) == ("unsupported", None)
-    assert reason in record.evidence
-
-
-def test_a_compiled_path_and_ranks_do_not_go_together():
-    made = plan("rollout", rollout__enforce_eager=False, rollout__context_parallel_size=2)
-    (record,) = (record for record in made.knobs if record.status != "applied")
-    assert record.knob == "rollout.enforce_eager" and "other ranks" in record.evidence
-
-
-def test_a_world_is_planned():
-    made = plan("rollout", rollout__tensor_parallel_size=2, rollout__context_parallel_size=3)
-    assert made.process == {"device": "cpu", **made.context}
-    assert made.context == {
-        "world_size": 6, "tensor_parallel_size": 2, "context_parallel_size": 3, "rank_order": ["context", "tensor"],
-        "vocabulary_rows": [[0, 64], [64, 128]],
-    }  # fmt: skip
-    assert plan("training", training__sharding="fsdp").context == {"world_size": 2, "sharding": "fsdp"}
-
-
-def test_a_launcher_brings_devices_that_this_machine_lacks():
-    asked = {"training__sharding": "fsdp", "rollout__tensor_parallel_size": 2, "device": "cuda", "cuda": GPU}
-    for side, change in (("training", "training.sharding"), ("rollout", "rollout.tensor_parallel_size")):
-        (record,) = (r for r in plan(side, variables={"XD_RANKS": "2"}, **asked).knobs if r.knob == change)
-        assert record.status == "applied"
-    assert plan("training", variables={"XD_RANKS": "16"}, **asked).engine["world_size"] == 16
-    with pytest.raises(XdError, match="no number of ranks"):
-        plan("training", variables={"XD_RANKS": "\uff12"}, **asked)
-
-
-def test_packages_go_by_the_names_that_an_environment_has():
-    assert set(hf_runtime._PACKAGE_OF.values()) <= set(environment.PACKAGES)
-
-
-def test_only_a_declared_fallback_falls_back():
-    asked = {"training__attention_backend": "flash_attention_2"}
-    knob = "training.attention_backend"
-    (record,) = (record for record in plan("training", (knob,), **asked).knobs if record.knob == knob)
-    assert (record.status, record.requested, record.materialized) == ("fallback", "flash_attention_2", "sdpa")
-    assert "CUDA alone" in record.evidence and "sdpa" in record.evidence
-    declared = plan("rollout", ("rollout.tensor_parallel_size",), rollout__tensor_parallel_size=4)  # there is none
-    assert [r.status for r in declared.knobs if r.knob == "rollout.tensor_parallel_size"] == ["unsupported"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"device": "cuda"}, "CUDA device"),
-        ({"synthetic": {"name": "xd-smoke-1", "seed": 7}}, "no synthetic model"),
-        ({"lacks": ("transformers",)}, "transformers is not installed"),
-        ({"lacks": ("torch",)}, "torch is not installed"),
-        ({"semantics": {"logprobs": "processed", "top_k": 5}}, "top-k"),
-        ({"semantics": {"logprobs": "processed", "top_p": 0.9}}, "top-p"),
-    ],
-)
-@pytest.mark.parametrize("side", knobs.SIDES)
-def test_reasons_of_no_knob_refuse_the_side(side, changes, reason):
-    (refusal,) = plan(side, **changes).refusals
-    assert reason in refusal
-
-
-def test_materialising_imports_no_torch():
-    code = (
-        "import sys; from hf_fixtures import plan\n"
-        "assert plan('rollout').knobs and plan('training', training__attention_backend='flash_attention_2').knobs\n"
-        "sys.exit(' '.join({'torch', 'transformers', 'libxd.runtimes.hf.engine'} & set(sys.modules)) or 0)"
-    )
-    path = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **path})
-    assert ran.returncode == 0, ran.stderr
 
 
 # -- numbers
@@ -303,266 +145,6 @@ def test_sequences_beyond_the_models_context_are_refused(bench, side):
     with pytest.raises(XdError, match="longer than the context of LlamaForCausalLM") as raised:
         bench.run(side, too_long)
     assert (raised.value.status, raised.value.found, raised.value.path) == (Status.INVALID, 65, "/positions/64")
-
-
-# -- prefix caching
-
-
-def caching(engine) -> Observation:
-    return engine.behaviour()["rollout.enable_prefix_caching"]
-
-
-def test_samples_of_a_prompt_share_its_prefix(bench):
-    plain, off = bench.run("rollout", SEQUENCES, batch__size=4)
-    sharing, on = bench.run("rollout", SEQUENCES, batch__size=4, rollout__enable_prefix_caching=True)
-    assert greatest(on.logprobs, off.logprobs) < NEAR
-    rows, prompts = SEQUENCES.num_sequences, len(PROMPT_LENS)
-    shown = caching(sharing)
-    assert shown.value is True
-    # batches 0-3, 4-7 and 8: the second takes prompt 1 from the first, the third prompt 2 from the second
-    assert shown.evidence == {"prompts": rows, "distinct": prompts, "computed": prompts, "stored": prompts,
-                              "held_at_most": 2, "prefills": [[2, 7], [1, 7]]}  # fmt: skip
-    shown = caching(plain)
-    assert shown.value is False
-    assert shown.evidence == {"prompts": rows, "distinct": prompts, "computed": rows, "stored": 0,
-                              "held_at_most": 0, "prefills": [[4, 7], [4, 7], [1, 5]]}  # fmt: skip
-    # prefixes of one scoring are not those of the next
-    sharing.score(SEQUENCES, request("rollout"))
-    assert caching(sharing).evidence["computed"] == prompts
-
-
-#: the first sample of every prompt, then the second, then the third
-INTERLEAVED = (0, 3, 6, 1, 4, 7, 2, 5, 8)
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 8, 16])
-@pytest.mark.parametrize("order", [range(9), INTERLEAVED])
-def test_prefix_caching_decides_reuse_and_nothing_else(bench, order, batch_size):
-    """On and off prefill the same batches at the same width, with a mask; on leaves out the rows that were computed."""
-    batches = [list(order)[first : first + batch_size] for first in range(0, 9, batch_size)]
-    expected, known = {False: [], True: []}, set()
-    for batch in batches:
-        prompts = [sequence // 3 for sequence in batch]
-        width = max(PROMPT_LENS[prompt] for prompt in prompts)
-        expected[False].append([len(batch), width])
-        if new := set(prompts) - known:
-            expected[True].append([len(new), width])
-        known |= new
-    given = joined([only(SEQUENCES, sequence) for sequence in order])
-    for share in (False, True):
-        engine, _ = bench.run("rollout", given, rollout__enable_prefix_caching=share, batch__size=batch_size)
-        assert caching(engine).evidence["prefills"] == expected[share]
-        calls = engine.behaviour()["rollout.enforce_eager"].evidence["eager_attention"]
-        assert calls["masked"] == calls["calls"]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("batch_size", [1, 2, 8])
-def test_where_nothing_is_reused_prefix_caching_changes_no_bit(bench, batch_size, dtype):
-    by_share = {
-        share: bench.logprobs("rollout", DISTINCT, rollout__enable_prefix_caching=share, batch__size=batch_size,
-                              rollout__dtype=dtype)
-        for share in (False, True)
-    }  # fmt: skip
-    assert by_share[True].tobytes() == by_share[False].tobytes()
-    other = bench.logprobs("rollout", DISTINCT, batch__size=batch_size, rollout__dtype="float16")
-    assert other.tobytes() != by_share[False].tobytes()
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_without_equal_prompts_prefix_caching_still_shows(bench, share):
-    engine, _ = bench.run("rollout", DISTINCT, rollout__enable_prefix_caching=share)
-    shown = caching(engine)
-    assert shown.value is share and shown.evidence["computed"] == shown.evidence["prompts"]
-
-
-class Forgetful(PrefixStore):
-    """Keeps what it is given and never finds it."""
-
-    def __contains__(self, key: str) -> bool:
-        return False
-
-
-def test_prefixes_that_are_kept_and_computed_again_are_not_shared(bench):
-    engine = bench.open("rollout", rollout__enable_prefix_caching=True)
-    engine._prefixes = Forgetful()
-    engine.score(SEQUENCES, request("rollout", batch__size=2))
-    shown = caching(engine)
-    assert shown.value is None and shown.evidence["computed"] == shown.evidence["stored"] > len(PROMPT_LENS)
-
-
-def test_equal_ids_at_other_positions_are_another_prefix(bench):
-    positions = SEQUENCES.positions.copy()
-    positions[SEQUENCES.span(1)] += 5
-    moved = dataclasses.replace(SEQUENCES, positions=positions)
-    engine, scores = bench.run("rollout", moved, rollout__enable_prefix_caching=True)
-    assert (scores.observed.positions == positions).all()
-    assert caching(engine).evidence["stored"] == len(PROMPT_LENS) + 1
-
-
-def test_a_prefix_lives_until_its_last_sample_and_keeps_no_batch_alive(bench, monkeypatch):
-    engine = bench.open("rollout", rollout__enable_prefix_caching=True)
-    held, sizes = [], []
-    take = PrefixStore.take
-
-    def watched(store, key):
-        prefix = take(store, key)
-        held.append(len(store))
-        sizes.extend((t.untyped_storage().nbytes(), t.numel() * t.element_size())
-                     for t in (prefix.hidden, *(part for layer in prefix.layers for part in layer)))  # fmt: skip
-        return prefix
-
-    monkeypatch.setattr(PrefixStore, "take", watched)
-    engine.score(SEQUENCES, request("rollout", batch__size=3))
-    assert held == [1, 1, 0] * 3  # a prompt a batch, gone with its third sample
-    assert all(storage == own for storage, own in sizes)
-    assert len(engine._prefixes) == 0
-    engine.score(SEQUENCES, request("rollout", batch__size=9))
-    assert max(held) == 3 and len(engine._prefixes) == 0
-
-
-def test_a_scoring_that_breaks_off_leaves_no_prefix(bench):
-    engine = bench.open("rollout", rollout__enable_prefix_caching=True)
-    step, engine._stepper = engine._stepper, None  # no step can be taken
-    with pytest.raises(Exception, match="NoneType"):
-        engine.score(SEQUENCES, request("rollout", batch__size=2))
-    assert engine._prefixes.stored and len(engine._prefixes) == 0
-    engine._stepper = step
-
-
-# -- the compiled path
-
-
-@needs_compiler
-def test_compiled_steps_really_run_compiled(bench):
-    eager, expected = bench.run("rollout", SEQUENCES)
-    compiled, scores = bench.run("rollout", SEQUENCES, rollout__enforce_eager=False)
-    assert greatest(scores.logprobs, expected.logprobs) < NEAR
-    assert (scores.observed.token_ids == SEQUENCES.token_ids).all() and scores.observed.attention_mask.all()
-    shown = compiled.behaviour()["rollout.enforce_eager"]
-    assert shown.value is False
-    assert shown.evidence["graphs"] >= 1 and shown.evidence["graph_runs"] == shown.evidence["decode_steps"] > 0
-    shown = eager.behaviour()["rollout.enforce_eager"]
-    assert shown.value is True
-    assert (shown.evidence["graphs"], shown.evidence["graph_runs"]) == (0, 0)
-    assert shown.evidence["decode_steps"] == compiled._steps
-    # run in part alone, nothing is claimed
-    compiled._compiled.runs -= 1
-    assert compiled.behaviour()["rollout.enforce_eager"].value is None
-    # whoever steps around the graph is seen
-    compiled._stepper = compiled.base
-    compiled.score(SEQUENCES, request("rollout"))
-    assert compiled.behaviour()["rollout.enforce_eager"].value is True
-
-
-@needs_compiler
-def test_compiled_numbers_do_not_depend_on_what_was_scored_before(bench):
-    """Kernels are chosen for the sizes that a graph is compiled for: those of another case must not serve this one."""
-    asked = {"rollout__enforce_eager": False}
-    fresh, expected = bench.run("rollout", SEQUENCES, batch__size=8, **asked)
-    graphs = fresh.behaviour()["rollout.enforce_eager"].evidence["graphs"]
-    fresh.close()
-    engine = bench.open("rollout", **asked)
-    smaller = engine.score(SEQUENCES, request("rollout", batch__size=1, **asked))
-    again = engine.score(SEQUENCES, request("rollout", batch__size=8, **asked))
-    assert engine.behaviour()["rollout.enforce_eager"].evidence["graphs"] == graphs  # compiled anew, none left over
-    assert again.logprobs.tobytes() == expected.logprobs.tobytes()
-    assert smaller.logprobs.tobytes() != expected.logprobs.tobytes()
-    engine.close()
-
-
-@needs_compiler
-def test_a_step_that_is_not_one_graph_is_refused(bench):
-    engine = bench.open("rollout", rollout__enforce_eager=False)
-    norm = engine.base.norm.forward
-
-    def broken(states):
-        torch._dynamo.graph_break()
-        return norm(states)
-
-    engine.base.norm.forward = broken
-    with pytest.raises(XdError, match="not one graph") as refused:
-        engine.score(SEQUENCES, request("rollout"))
-    assert refused.value.status == Status.REFUSED
-    engine.close()
-
-
-@needs_compiler
-def test_a_closed_engine_leaves_the_next_one_room_to_compile(bench):
-    """torch compiles one function so many times a process, then runs it eager: here three times."""
-    with torch._dynamo.config.patch(recompile_limit=3):
-        torch.compiler.reset()  # what other tests compiled
-        for _engine in range(3):
-            engine, _ = bench.run("rollout", SEQUENCES, rollout__enforce_eager=False)
-            shown = engine.behaviour()["rollout.enforce_eager"]
-            assert shown.value is False, shown.evidence
-            engine.close()
-
-
-# -- attention
-
-
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-def test_attention_is_counted_a_layer_and_batch(bench, teacher_forced, backend):
-    engine, scores = bench.run("training", SEQUENCES, training__attention_backend=backend, batch__size=4)
-    shown = engine.behaviour()["training.attention_backend"]
-    assert (shown.value, shown.evidence["calls"]) == (backend, {backend: LAYERS * 3})
-    if backend == "sdpa":  # the last of the three batches holds one sequence, without padding
-        assert shown.evidence["masked"] == {"sdpa": LAYERS * 2}
-    assert greatest(scores.logprobs, teacher_forced) < NEAR
-
-
-@needs_compiler
-def test_flex_attention_runs_on_the_cpu_and_compiles_for_each_scoring_anew(bench, teacher_forced):
-    engine = bench.open("training", training__attention_backend="flex_attention")
-    graphs = []
-    for batch_size in (9, 4):
-        torch._dynamo.utils.counters.clear()
-        scores = engine.score(SEQUENCES, request("training", batch__size=batch_size))
-        assert greatest(scores.logprobs, teacher_forced) < NEAR
-        shown = engine.behaviour()["training.attention_backend"]
-        batches = -(-SEQUENCES.num_sequences // batch_size)
-        assert (shown.value, shown.evidence["calls"]) == ("flex_attention", {"flex_attention": LAYERS * batches})
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert min(graphs) >= 1  # the second takes over no kernel that was chosen for the first one's sizes
-
-
-@pytest.mark.parametrize(("asked", "ran"), [("eager", "sdpa"), ("sdpa", "eager")])
-def test_attention_is_what_ran_not_what_was_asked(bench, asked, ran):
-    engine = bench.open("training", training__attention_backend=asked)
-    engine.model.config._attn_implementation = ran
-    engine.score(SEQUENCES, request("training"))
-    assert engine.behaviour()["training.attention_backend"].value == ran
-
-
-def test_a_mixture_of_attentions_is_not_called_one(bench):
-    engine = bench.open("training", training__attention_backend="sdpa")
-    odd = engine.base.layers[0].self_attn
-    odd.config = copy.deepcopy(odd.config)
-    odd.config._attn_implementation = "eager"
-    engine.score(SEQUENCES, request("training"))
-    shown = engine.behaviour()["training.attention_backend"]
-    assert shown.value is None and set(shown.evidence["calls"]) == {"eager", "sdpa"}
-
-
-@pytest.mark.parametrize("call", [
-    lambda scores: torch.softmax(scores, -1), lambda scores: torch.nn.functional.softmax(input=scores, dim=-1),
-    lambda scores: torch.special.softmax(scores, -1), lambda scores: scores.softmax(dim=-1),
-])  # fmt: skip
-def test_a_written_out_softmax_is_counted_however_it_is_called(call):
-    calls = AttentionCalls()
-    with calls.counting():
-        call(torch.zeros(1, 2, 3, 3))
-        call(torch.zeros(2, 3))  # of no attention
-    assert calls.evidence() == {"calls": {"eager": 1}, "masked": {}}
-
-
-def test_counting_leaves_transformers_as_it_was(bench):
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    before = {name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS.valid_keys()}
-    bench.run("training", DISTINCT)
-    assert {name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS.valid_keys()} == before
 
 
 # -- what else the live engine shows

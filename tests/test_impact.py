@@ -1,25 +1,18 @@
-"""The impact of a pair against the same figures token by token, and xd-impact over attempts and files."""
+"""The impact of a pair against the same figures token by token."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
-import click
 import numpy as np
 import pytest
-from comparison_fixtures import floats, refused, rewrite_json, rewrite_score, score_path, scored
+from comparison_fixtures import floats, rewrite_score, score_path, scored
+from impact_fixtures import ACTIVE, BY_SEQUENCE, LENGTHS, SEQUENCE_OF, TOKENS, TURNS, drawn, figures, pair_of
 from tolerances import FLOAT32_RELATIVE, FUNCTIONAL_RELATIVE, NEAR_POLICIES_RELATIVE, POLICY_FLOAT64
 
-from libxd import comparison, credit, impact, impact_settings, impact_text, pairs, schema, scores, seal
-from libxd.cmd.impact import cli
-from libxd.columns import Layout
+from libxd import comparison, impact, impact_settings, impact_text, pairs, scores
 from libxd.credit import Credit
 from libxd.errors import Status, XdError
 from libxd.functional.corrections import CORRECTIONS
@@ -27,40 +20,10 @@ from libxd.functional.objectives import OBJECTIVES
 from libxd.impact_settings import Settings
 from libxd.rundir import SIDES
 
-ROOT = Path(__file__).resolve().parent.parent
-LENGTHS = (7, 5, 1, 9, 4)
-TOKENS = sum(LENGTHS)
-BOUNDS = np.cumsum((0, *LENGTHS))
-#: turns of the sequences: 2, 1, 0, 3, 1
-ACTIVE = np.array([0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 1, 0, 1, 1, 1], bool)
-TURNS = 7
-BY_SEQUENCE = np.array([1.5, -0.5, 7.0, -2.0, 0.0])
-SEQUENCE_OF = np.repeat(np.arange(5), LENGTHS)
-
-
-def drawn(spread: float = 0.4, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Logprobs float32 [TOKENS] of both sides, some ratios out of every bound; NaN where nothing is active."""
-    generator = np.random.default_rng(seed)
-    rollout = -generator.exponential(1.0, TOKENS)
-    training = rollout + spread * generator.standard_normal(TOKENS)
-    training[[1, 9, 17]] = rollout[[1, 9, 17]] + [1.9, -1.2, -0.9]
-    rollout[~ACTIVE] = training[~ACTIVE] = np.nan
-    return rollout.astype(np.float32), training.astype(np.float32)
-
-
-def pair_of(root, rollout=None, training=None, active=ACTIVE, lengths=LENGTHS):
-    if rollout is None:
-        rollout, training = drawn()
-    return pairs.of_attempt(scored(root, rollout, training, active=active, lengths=lengths))
-
 
 @pytest.fixture
 def pair(tmp_path):
     return pair_of(tmp_path)
-
-
-def figures(pair, *given):
-    return schema.validate("impact", impact.of_pair(pair, *given).as_json(), "impact")
 
 
 def close(found, wanted):
@@ -253,86 +216,11 @@ def test_ratios_beyond_every_float_are_null_and_the_others_stay(tmp_path):
     assert found["objectives"][0]["change"]["relative_norm"] is None
 
 
-# -- what a pair is credited with
-
-
-def layout(pair):
-    return Layout(pair.cu_seqlens, pair.rollout.active_mask)
-
-
-def write(path, *lines):
-    path.write_text("".join(f"{line}\n" for line in lines))
-    return path
-
-
-def test_rewards_become_advantages_by_the_groups(tmp_path, pair):
-    path = write(tmp_path / "r.csv", "reward,uid", "1,a", "0,a", "1,b", "1,b", "1,b")
-    found = credit.of_rewards(path, layout(pair), group="uid", estimator="dr_grpo")
-    assert (found.values.tolist(), found.groups, found.constant_groups) == ([0.5, -0.5, 0, 0, 0], 2, 1)
-    assert (
-        credit.of_rewards(path, layout(pair), prompt_index=[0, 1, 0, 1, 1], estimator="rloo").values[0] == 0  # 1 and 1
-    )
-    late = credit.of_rewards(path, layout(pair), group="uid", estimator="dr_grpo", overlong=(6, 4))
-    # 4, 3, 0, 6 and 3 active tokens
-    assert late.values == pytest.approx([0.375, -0.375, 5 / 12, -7 / 12, 1 / 6])
-    whole = credit.of_rewards(path, layout(pair), estimator="reinforce_plus_plus")
-    assert whole.groups is None and whole.values[1] < 0 < whole.values[0]
-    shown = figures(pair, found)["advantages"]
-    assert shown == {
-        "source": "rewards", "level": "sequence", "estimator": "dr_grpo", "groups": 2, "constant_groups": 1,
-        "tokens": {"positive": 4, "negative": 3, "zero": 9},
-    }  # fmt: skip
-
-
-def test_rewards_that_no_advantage_can_be_made_of(tmp_path, pair):
-    path = write(tmp_path / "r.csv", "reward,uid", "1,a", "0,a", "1,b", "1,c", "1,c")
-    for given, status, what in (
-        ({"group": "uid"}, Status.INVALID, "group of one"),
-        ({}, Status.USAGE, "nothing says the groups"),
-        ({"prompt_index": [0, 0, 1, 1, 1], "overlong": (3, 4)}, Status.USAGE, "cache"),
-        ({"group": "nobody"}, Status.INVALID, "has no group"),
-    ):
-        with pytest.raises(XdError, match=what) as caught:
-            credit.of_rewards(path, layout(pair), **given)
-        assert caught.value.status == status
-    tokens = write(tmp_path / "t.csv", "reward", *range(TOKENS))
-    with pytest.raises(XdError, match="a sequence's, one each"):
-        credit.of_rewards(tokens, layout(pair), prompt_index=[0] * 5)
-
-
-@pytest.mark.parametrize(("name", "rows"), [
-    ("r.csv", ("reward,uid", "1,a", "0,a", "1,", "1,", "1,a")),
-    ("r.csv", ("reward,uid", "1,a", "0,a", "1, ", "1, ", "1,a")),
-    ("r.jsonl", ('{"reward": 1, "uid": null}',) * 5),
-    ("r.jsonl", ('{"reward": 1, "uid": ""}',) * 5),
-])  # fmt: skip
-def test_a_group_without_a_name_is_none(tmp_path, pair, name, rows):
-    with pytest.raises(XdError, match="names no group") as caught:
-        credit.of_rewards(write(tmp_path / name, *rows), layout(pair), group="uid")
-    assert caught.value.status == Status.INVALID
-    named = [re.sub(r"^1, *$", "1,b", row).replace("null", "0").replace('""', '"b"') for row in rows]
-    credit.of_rewards(write(tmp_path / f"named-{name}", *named), layout(pair), group="uid")
-
-
-@pytest.mark.parametrize("estimator", credit.ESTIMATORS)
-@pytest.mark.filterwarnings("error")
-def test_numbers_too_large_to_reckon_with_are_refused(tmp_path, pair, estimator):
-    def rewards(value):
-        each = (f"{value * at},{value * at}" for at in (1, 0, 1, 0.5, 0))
-        return write(tmp_path / "r.csv", "reward,advantage", *each)
-
-    def made(path):
-        return credit.of_rewards(path, layout(pair), estimator=estimator, prompt_index=[0] * 5)
-
-    for value in (1e307, -1e307):
-        with pytest.raises(XdError, match="too large") as caught:
-            made(rewards(value))
-        assert caught.value.status == Status.INVALID
-        with pytest.raises(XdError, match="too large"):
-            credit.of_advantages(rewards(value), layout(pair))
-    for found in (made(rewards(1e99)), credit.of_advantages(rewards(1e99), layout(pair))):
-        assert np.isfinite(found.values).all() and found.values.any()
-        impact.of_pair(pair, found).as_json()
+def test_log_ratios_beyond_float32_are_ratios_of_zero_and_none(tmp_path: Path) -> None:
+    """Fill values on both sides, whose difference no float32 holds."""
+    attempt = scored(tmp_path, floats(-3e38, 3e38, -1, -1), floats(3e38, -3e38, -1, -1))
+    found = impact.of_pair(pairs.of_attempt(attempt)).figures["ratio"]["token"]
+    assert (found["min"], found["p01"], found["p50"], found["p99"], found["max"]) == (0.0, 0.0, 1.0, None, None)
 
 
 # -- what is no pair of one update
@@ -409,7 +297,7 @@ def test_epsilons_and_thresholds_by_name():
         assert caught.value.status == Status.USAGE
 
 
-# -- the tool
+# -- the text
 
 
 def test_the_text_fits_and_says_what_was_not_given(pair):
@@ -419,125 +307,3 @@ def test_the_text_fits_and_says_what_was_not_given(pair):
     assert "Without advantages" in "\n".join(bare) and "cosine" not in "\n".join(bare)
     assert "Advantages, one a token; tokens: 16 above 0, 0 below, 0 at 0." in "\n".join(full)
     assert "gspo: its ratio is the sequence's" in "\n".join(full)
-
-
-def test_the_tool_over_attempts_and_files(xd, tmp_path, pair):
-    one, two = str(pair.attempt), str(scored(tmp_path, *drawn(seed=3), active=ACTIVE, lengths=LENGTHS))
-    files = [str(score_path(pair.attempt, side)) for side in SIDES]
-    ran = xd("xd-impact", "--json", stdin=f"{one}\n{two}\n")
-    assert (ran.status, ran.err) == (0, "")
-    lines = [json.loads(line) for line in ran.out.splitlines()]
-    assert [line["attempt"] for line in lines] == [one, two] and lines[0]["kl"] != lines[1]["kl"]
-    ran = xd("xd-impact", "--json", *files[::-1])
-    assert (ran.status, ran.err) == (0, "")
-    assert json.loads(ran.out) == {**lines[0], "attempt": None}
-    path = write(tmp_path / "a.jsonl", *(json.dumps({"advantage": value}) for value in BY_SEQUENCE))
-    ran = xd("xd-impact", "--advantages", path, "--epsilon", "ppo=0.5", "--threshold", "token_truncate=5", one, two)
-    assert (ran.status, ran.err) == (0, "")
-    assert ran.out.count("importance") == 0 and ran.out.count("training / rollout - 1") == 2
-    assert ran.out.count("0.5 .. 1.5") == 2 and ran.out.count("up to 5") == 4
-
-
-ONE_LINE = [
-    # options, status, what stands on stderr
-    ("--advantages {bad}", 65, "neither sequences nor tokens"),
-    ("--advantages gone.csv", 66, "gone.csv: cannot be read"),
-    ("--rewards {good} --group uid", 65, "has no group"),
-    ("--rewards {good}", 2, "nothing says the groups"),
-    ("--rewards {good} --advantages {good}", 2, "exclude one another"),
-    ("--group uid", 2, "--group is about rewards"),
-    ("--overlong 3 1", 2, "--overlong is about rewards"),
-    ("--estimator rloo", 2, "--estimator is about rewards"),
-    ("--beta 0.1", 2, "belong together"),
-    ("--beta nan --reference {score}", 2, "no finite number"),
-    ("--epsilon a2c=1", 2, "no such name"),
-    ("--threshold token_mask=2,1", 2, "thresholds"),
-    ("--beta 0.1 --reference {other}", 65, "the reference scored other tokens"),
-]
-
-
-@pytest.mark.parametrize(("options", "status", "what"), ONE_LINE)
-def test_what_is_wrong_is_one_line_and_no_figures(xd, tmp_path, pair, options, status, what):
-    bad = write(tmp_path / "bad.csv", "advantage,reward", "1,1", "2,2")
-    good = write(tmp_path / "good.csv", "reward,advantage", *(f"{i},{i}" for i in range(5)))
-    other = score_path(scored(tmp_path / "other", floats(-1, -2), floats(-1, -2)), "rollout")
-    rewrite_json(pair.attempt, "requested.json", locations=dict.fromkeys(("checkpoint", "tokenizer", "sequences")))
-    score = score_path(pair.attempt, "rollout")
-    told = shlex.split(options.format(bad=bad, good=good, other=other, score=score))
-    ran = xd("xd-impact", *told, pair.attempt)
-    assert (ran.status, ran.out) == (status, "")
-    assert what in ran.err and ran.err.count("\n") == 1
-
-
-def test_a_bad_attempt_does_not_stop_the_next_one(xd, tmp_path, pair):
-    gone = tmp_path / "c-0123456789abcdef" / "a0001"
-    no = refused(tmp_path / "refused", ("batch.size", 1), "no room")
-    ran = xd("xd-impact", "--json", no, gone, pair.attempt)
-    assert (ran.status, ran.out.count("\n"), ran.err.count("\n")) == (66, 1, 2)
-    ran = xd("xd-impact", *(score_path(pair.attempt, side) for side in ("rollout", "rollout")))
-    assert (ran.status, ran.out) == (65, "") and "both of one side" in ran.err
-    ran = xd("xd-impact", score_path(pair.attempt, "rollout"))
-    assert ran.status == 2 and "two score files make a pair" in ran.err
-
-
-def test_a_tampered_attempt_is_passed_over(xd, pair, tmp_path):
-    whole = scored(tmp_path / "whole", *drawn(), active=ACTIVE, lengths=LENGTHS)
-    for attempt in (pair.attempt, whole):
-        comparison.compare(attempt)
-        assert seal.seal(attempt)
-    rewrite_score(pair.attempt, "training", logprobs=pair.training.logprobs + np.float32(1e-3))
-    ran = xd("xd-impact", "--json", pair.attempt, whole)
-    assert (ran.status, ran.out.count("\n"), ran.err.count("\n")) == (65, 1, 1)
-    assert "sealed, but score_training.safetensors: changed" in ran.err
-    pair.attempt.file("COMPLETE").unlink()
-    assert xd("xd-impact", "--json", pair.attempt).status == 0
-
-
-def test_the_tool_needs_no_torch(xd, tmp_path, pair):
-    shadow = tmp_path / "shadow"
-    shadow.mkdir()
-    for name in ("torch", "transformers", "xdkernels"):
-        write(shadow / f"{name}.py", "raise ImportError('not here')")
-    ran = xd("xd-impact", pair.attempt, env={"PYTHONPATH": str(shadow)})
-    assert (ran.status, ran.err) == (0, "")
-
-
-# -- the page
-
-
-def test_the_commands_of_the_page_print_what_stands_there():
-    """docs/impact.md: each block of commands, run beside the example's files, and the block of text below it."""
-    page = (ROOT / "docs" / "impact.md").read_text()
-    blocks = re.findall(r"^```sh\n(.*?)^```\n\n```text\n(.*?)^```$", page, re.M | re.S)
-    assert len(blocks) == page.count("```sh") == 3
-    env = {**os.environ, "PATH": f"{ROOT / 'tools'}:{os.environ['PATH']}", "XD_PYTHON": sys.executable}
-    for command, wanted in blocks:
-        done = subprocess.run(
-            ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, env=env,
-            cwd=ROOT / "examples" / "impact",
-        )  # fmt: skip
-        assert (done.returncode, done.stderr, done.stdout) == (0, "", wanted)
-
-
-def test_the_page_names_every_default():
-    """Thresholds and epsilons, as the code has them, in docs/impact.md and in the options' help."""
-    page = (ROOT / "docs" / "impact.md").read_text()
-    told = " ".join(option.help or "" for option in cli.params if isinstance(option, click.Option))
-    for correction in CORRECTIONS:
-        bounds = ", ".join(f"{each:g}" for each in (correction.low, correction.high) if each is not None)
-        assert re.search(rf"^\| `{correction.name}` \|[^|]*\|[^|]*\| {bounds} \|", page, re.M), correction.name
-        assert f"{correction.name} {bounds.replace(', ', ',')}" in told
-    for objective in OBJECTIVES:
-        low, high = objective.bounds
-        within = f"up to {high:g}" if objective.eps_low is None else f"{low:g} .. {high:g}"
-        assert re.search(rf"^\| `{objective.name}` \|[^|]*\| {within} \|", page, re.M), objective.name
-    estimators = next(option for option in cli.params if option.name == "estimator").type.choices
-    assert tuple(estimators) == credit.ESTIMATORS
-    assert all(f"| `{name}` |" in page for name in credit.ESTIMATORS)
-
-
-def test_log_ratios_beyond_float32_are_ratios_of_zero_and_none(tmp_path: Path) -> None:
-    """Fill values on both sides, whose difference no float32 holds."""
-    attempt = scored(tmp_path, floats(-3e38, 3e38, -1, -1), floats(3e38, -3e38, -1, -1))
-    found = impact.of_pair(pairs.of_attempt(attempt)).figures["ratio"]["token"]
-    assert (found["min"], found["p01"], found["p50"], found["p99"], found["max"]) == (0.0, 0.0, 1.0, None, None)

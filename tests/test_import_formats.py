@@ -419,10 +419,32 @@ def test_a_mapping_of_another_form_is_a_mistake_of_usage(pair):
 
 def test_numbers_that_are_no_float32_are_rounded_once_and_said(tmp_path):
     path = tmp_path / "t.jsonl"
-    path.write_text('{"token_ids":[1,2,3],"prompt_len":1,"logprobs":[null,-0.1,-0.5]}\n')
+    path.write_text('{"token_ids":[1,2,3],"prompt_len":1,"logprobs":[null,-0.10000000012,-0.5]}\n')
     (record,) = read("jsonl", path, ["rollout"])
     assert record.logprobs["rollout"][1:].tolist() == [float(np.float32(-0.1)), -0.5]
     assert noted("jsonl", path, ["rollout"]) == ["1 values of logprobs are no float32 and were rounded to the nearest"]
+
+
+@pytest.mark.parametrize("write", [str, "{:.9g}".format, lambda value: repr(float(value))])
+def test_a_float32_as_any_program_writes_it_is_one(tmp_path, write):
+    """By the fewest digits that tell it apart, by nine, or by those of its float64."""
+    draw = np.random.default_rng(0)
+    values = (-(10.0 ** draw.uniform(-12, 3, 2000))).astype(np.float32)
+    values[:3] = np.float32(-2e-38), np.float32(-3e38), np.float32(-1e-37)
+    path = tmp_path / "t.jsonl"
+    ids = [1] * (values.size + 1)
+    given = f"[null,{','.join(map(write, values))}]"
+    path.write_text(f'{{"token_ids":{ids},"prompt_len":1,"logprobs":{given}}}\n')
+    (record,) = read("jsonl", path, ["rollout"])
+    np.testing.assert_array_equal(record.logprobs["rollout"][1:], values)
+    assert noted("jsonl", path, ["rollout"]) == []
+    # the control: float64 of their own, and decimals for which a float32 has no room
+    wide = f"[null,{','.join(repr(float(value) * (1 + 1e-10)) for value in values)}]"
+    path.write_text(f'{{"token_ids":{ids},"prompt_len":1,"logprobs":{wide}}}\n')
+    (note,) = noted("jsonl", path, ["rollout"])
+    assert int(note.split()[0]) > 1990
+    path.write_text('{"token_ids":[1,1,1],"prompt_len":1,"logprobs":[null,-1e-300,-1e-50]}\n')
+    assert noted("jsonl", path, ["rollout"])[0].startswith("2 values")
 
 
 def test_files_follow_one_another_and_a_file_may_be_laid_out_in_any_way(tmp_path):

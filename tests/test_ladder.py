@@ -80,6 +80,18 @@ def test_another_knob_runtime_environment_or_sequence_is_another_ladder(tmp_path
     assert [each["answer"] for each in found] == ["rounding", *["undecided"] * 4]
 
 
+def test_what_keeps_rungs_from_being_one_ladder_is_said(xd, tmp_path):
+    """Not of knobs, which a title names."""
+    base = attempt(tmp_path / "a", "bfloat16")
+    fine = attempt(tmp_path / "b", "float32", rollout_environment={"python": "3.13.0"})
+    knob = attempt(tmp_path / "c", "float32", change=("batch.size", 1))
+    ran = xd("xd-ladder", "--json", base, fine)
+    assert ran.out.count("\n") == 2 and ran.err.count("\n") == 1
+    assert "2 ladders, not one: they differ in conditions.rollout" in ran.err and "3.13.0" in ran.err
+    assert xd("xd-ladder", "-q", base, fine).err == ""
+    assert xd("xd-ladder", base, knob).err == ""
+
+
 def test_one_side_may_climb_alone(tmp_path):
     """The other stays in float32; a rung is as coarse as its coarser side."""
     base = attempt(tmp_path, "float32")

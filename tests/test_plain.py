@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libxd import canon, resolution, schema, strictjson
-from libxd.errors import MAX_ISSUES, Status, XdError, XdErrors, of_exception
+from libxd.errors import MAX_COUNTED, MAX_ISSUES, Status, XdError, XdErrors, of_exception
 from libxd.plain import number, plain, shortened, told_apart
 from libxd.rundir import PAYLOADS
 
@@ -57,9 +57,10 @@ def test_found_and_expected_show_in_what_they_differ(place):
 
 
 def test_of_many_issues_the_first_few_are_said_and_how_many_more():
-    found = XdErrors(XdError(f"number {i}", status=Status.MISSING, where="f") for i in range(100_000))
-    assert len(found.issues) == MAX_ISSUES + 1
-    assert found.issues[-1].line() == f"f: and {100_000 - MAX_ISSUES} more"
+    for count, more in ((900, str(900 - MAX_ISSUES)), (10**9, f"at least {MAX_COUNTED}")):
+        found = XdErrors(XdError(f"number {i}", status=Status.MISSING, where="f") for i in range(count))
+        assert len(found.issues) == MAX_ISSUES + 1
+        assert found.issues[-1].line() == f"f: and {more} more"
     assert found.status == found.issues[-1].status == Status.MISSING
     assert len(XdErrors(XdError("x") for _ in range(MAX_ISSUES)).issues) == MAX_ISSUES
 

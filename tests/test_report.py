@@ -10,23 +10,21 @@ import re
 import shutil
 import subprocess
 import sys
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 from comparison_fixtures import floats, rewrite_json, scored
-from report_fixtures import ACTIVE, HOSTILE, LENGTHS, LOGPROBS, TOKENS, Page, Words, judged, make, moved, report
+from report_fixtures import HOSTILE, LOGPROBS, Page, Words, judged, make, moved, report
 
-from libxd import bootstrap, canon, comparison, doctor, effect, impact, pairs, resume, schema, scores, seal, table
-from libxd.difference import Difference
+from libxd import canon, comparison, doctor, impact, pairs, resume, schema, seal, table
 from libxd.errors import Status, XdError
 from libxd.identity import UNPROCESSED
 from libxd.imports import publish
 from libxd.imports.batch import Batch
 from libxd.imports.record import Record
 from libxd.imports.request import Declared
-from libxd.report import answer, content, formats, markdown, page, run, strip, survey, text, vocabulary
+from libxd.report import answer, content, formats, markdown, page, run, vocabulary
 from libxd.rundir import SIDES, Attempt
 from libxd.table_text import WIDTH
 
@@ -46,245 +44,6 @@ def said(made) -> content.Report:
 
 def case(found: content.Report, name: str) -> dict:
     return next(each for each in found.value["cases"] if each["name"] == name)
-
-
-# -- one pass over the tokens
-
-
-def surveyed(attempt: Attempt, threshold: float = 1e-5) -> tuple[survey.Survey, Difference]:
-    pair = pairs.of_attempt(attempt)
-    difference = Difference(pair.rollout, pair.training, threshold)
-    return survey.Survey(difference), difference
-
-
-@pytest.mark.parametrize("block", [5, 1 << 17])
-def test_a_survey_counts_what_is_there_in_any_blocks(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(scores, "BLOCK", block)
-    training = moved(1e-2)
-    training[4] = LOGPROBS[4]
-    found, difference = surveyed(scored(tmp_path, LOGPROBS, training, active=ACTIVE, lengths=LENGTHS))
-    apart = np.abs(difference.all(slice(None))[ACTIVE].astype(np.float64))
-    counted = found.distribution()
-    assert (counted["zero"], counted["nonfinite"]) == (1, 0)
-    assert sum(counted["counts"]) == np.count_nonzero(ACTIVE) - 1
-    low = 10.0 ** counted["first_log10"]
-    high = 10.0 ** (counted["first_log10"] + len(counted["counts"]) / counted["bins_per_decade"])
-    assert low <= apart[apart > 0].min() and apart.max() <= high
-    assert counted["counts"][0] and counted["counts"][-1]
-    where = found.positions()
-    position = np.concatenate([np.arange(length) for length in LENGTHS])[ACTIVE]
-    assert (where["first"], where["width"]) == (2, 1)
-    assert where["counts"] == np.bincount(position)[2:].tolist()
-    np.testing.assert_allclose(where["mean"], [apart[position == at].mean() for at in range(2, 12)], rtol=1e-12)
-    assert where["max"] == [apart[position == at].max() for at in range(2, 12)]
-    of_sequence = np.repeat(np.arange(len(LENGTHS)), LENGTHS)[ACTIVE]
-    order = sorted(range(len(LENGTHS)), key=lambda s: -apart[of_sequence == s].max())
-    assert [sequence for sequence, _ in found.worst(9)] == order
-    assert found.worst(1)[0][1] == np.flatnonzero(ACTIVE)[np.argmax(apart)]
-
-
-def test_what_is_not_finite_is_counted_and_is_the_worst(tmp_path):
-    training = np.where(np.arange(TOKENS) == 9, np.nan, moved(1e-2)).astype(np.float32)
-    found, _ = surveyed(scored(tmp_path, LOGPROBS, training, active=ACTIVE, lengths=LENGTHS))
-    assert found.distribution()["nonfinite"] == 1
-    assert sum(found.positions()["counts"]) == np.count_nonzero(ACTIVE) - 1
-    assert found.worst(1) == [(1, 9)]
-
-
-def test_equal_sides_and_no_tokens_have_no_worst(tmp_path):
-    found, _ = surveyed(scored(tmp_path, LOGPROBS, LOGPROBS, active=ACTIVE, lengths=LENGTHS))
-    assert found.worst(3) == [] and found.distribution()["counts"] == []
-    found, _ = surveyed(scored(tmp_path / "none", LOGPROBS, LOGPROBS, active=np.zeros(TOKENS, bool), lengths=LENGTHS))
-    assert found.positions()["counts"] == [] and found.worst(3) == []
-
-
-def test_many_positions_are_put_together(tmp_path):
-    length = 5000
-    rollout = np.full(length, -1, np.float32)
-    training = (rollout - np.arange(length) / 1e4).astype(np.float32)
-    found, _ = surveyed(scored(tmp_path, rollout, training))
-    where = found.positions()
-    assert len(where["counts"]) <= 64 and sum(where["counts"]) == length
-    assert where["mean"] == sorted(where["mean"]) and where["mean"][-1] > 10 * where["mean"][0]
-
-
-def test_memory_of_a_survey_does_not_grow_with_the_tokens(tmp_path):
-    peaks = []
-    for tokens in (1 << 19, 1 << 21):
-        rollout = np.full(tokens, -1, np.float32)
-        pair = pairs.of_attempt(scored(tmp_path / str(tokens), rollout, rollout + np.float32(1e-3)))
-        difference = Difference(pair.rollout, pair.training, 1e-5)
-        tracemalloc.start()
-        survey.Survey(difference)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[1] < 1.1 * peaks[0]
-
-
-def test_a_strip_stays_in_its_sequence_and_holds_its_worst_token(tmp_path):
-    found, difference = surveyed(scored(tmp_path, LOGPROBS, moved(1e-2), active=ACTIVE, lengths=LENGTHS))
-    for width in (1, 3, 5, 100):
-        for each, (sequence, index) in zip(
-            strip.strips(difference, found.worst(4), width, None, False), found.worst(4), strict=True
-        ):
-            assert len(each["tokens"]) == min(width, LENGTHS[sequence]) <= each["length"] == LENGTHS[sequence]
-            assert each["first"] <= each["worst"] < each["first"] + len(each["tokens"])
-            token = each["tokens"][each["worst"] - each["first"]]
-            assert token["difference"] == float(difference.all(slice(index, index + 1))[0])
-            assert token["id"] == index % 97
-
-
-# -- how sure
-
-
-def test_an_effects_sums_are_those_of_its_mean(tmp_path, monkeypatch):
-    monkeypatch.setattr(scores, "BLOCK", 5)
-    base = judged(tmp_path, LOGPROBS, moved(1e-2))
-    other = judged(tmp_path, moved(0.1, 4), moved(1e-2), change=("rollout.enforce_eager", False))
-    sums, counts = effect.sequence_sums(other, base, "rollout")
-    assert counts.tolist() == [length - 2 for length in LENGTHS]
-    apart = np.abs(moved(0.1, 4) - LOGPROBS).astype(np.float64)
-    expected = [part[2:].sum() for part in np.split(apart, np.cumsum(LENGTHS)[:-1])]
-    np.testing.assert_allclose(sums, expected, rtol=1e-12)
-    mean = bootstrap.mean(sums, counts)
-    assert mean.value == pytest.approx(effect.side_effect(other, base, "rollout").mean_absolute, rel=1e-12)
-    assert mean.low < mean.value < mean.high
-    assert not effect.sequence_sums(other, base, "training")[0].any()
-
-
-def test_a_bootstrap_is_the_same_each_time_paired_and_needs_two_sequences():
-    draw = np.random.default_rng(0)
-    counts = draw.integers(1, 50, 200)
-    sums = counts * draw.uniform(0, 1, 200)
-    shifted = sums + 0.01 * counts
-    assert bootstrap.mean(sums, counts) == bootstrap.mean(sums, counts)
-    alone, paired = bootstrap.mean(shifted, counts), bootstrap.mean(shifted, counts, sums)
-    assert paired.value == pytest.approx(0.01) and paired.high - paired.low < 1e-12
-    assert alone.high - alone.low > 0.01, "the control: each by itself is less sure"
-    assert bootstrap.mean(sums[:1], counts[:1]).low is None
-    assert bootstrap.mean(np.zeros(2), np.zeros(2, np.int64)) is None
-
-
-def test_intervals_hold_the_truth_about_as_often_as_they_say():
-    draw, held = np.random.default_rng(1), 0
-    for _ in range(200):
-        counts = draw.integers(5, 40, 40)
-        found = bootstrap.mean(counts * draw.normal(1.0, 0.5, 40), counts)
-        held += found.low <= 1.0 <= found.high
-    assert 175 <= held <= 199
-
-
-# -- which knob
-
-
-def test_the_answer_names_what_repairs_and_what_moves(said):
-    found = said.value["answer"]
-    assert (found["state"], found["what"]) == (
-        "bad", "4 of 5 judged cases differ beyond 1e-05 nats; in the baseline 24 of 24 tokens (100 %), 0.00706 nats on "
-        "average. 1 case is INVALID_ARTIFACT: no number of it counts.",
-    )  # fmt: skip
-    groups = {group["said"]: [each["case"] for each in group["cases"]] for group in found["which"]}
-    assert groups["The difference is gone with:"] == ["training.attention_backend=sdpa"]
-    assert groups["Moves its side most, in nats a token, above the noise floor:"] == [
-        "rollout.enforce_eager=false", "training.attention_backend=sdpa",
-    ]  # fmt: skip
-    assert groups["Brings the two sides nearer, in nats a token:"] == ["training.attention_backend=sdpa"]
-    assert groups["Takes the two sides further apart, in nats a token:"] == ["rollout.enforce_eager=false"]
-    assert groups["Moves not a bit:"] == ["rollout.enable_prefix_caching=true"]
-    assert any("Noise floor, 1 repeat of baseline" in each for each in found["sure"])
-    assert any("rough" in each and "4 sequences" in each for each in found["sure"])
-    assert any("rollout.dtype=float16 (unsupported)" in each for each in found["sure"])
-
-
-def test_the_answer_where_a_change_breaks_an_aligned_baseline(tmp_path):
-    judged(tmp_path, LOGPROBS, LOGPROBS)
-    judged(tmp_path, moved(0.1), LOGPROBS, change=("rollout.enforce_eager", False))
-    found = report(tmp_path / "test").value["answer"]
-    assert found["what"] == "1 of 2 judged cases differs beyond 1e-05 nats, the baseline does not."
-    assert found["which"][0] == {
-        "said": "The difference comes with:", "more": 0, "cases": [{"case": "rollout.enforce_eager=false", "said": ""}],
-    }  # fmt: skip
-    assert found["sure"][0].startswith("The noise floor was not measured")
-
-
-def test_the_answer_where_no_verdict_tells(tmp_path):
-    judged(tmp_path, LOGPROBS, moved(0.1))
-    alone = report(tmp_path / "test").value["answer"]
-    assert alone["what"].startswith("The one judged case differs beyond 1e-05 nats; in the baseline 24 of 24 tokens")
-    assert alone["which"][-1]["said"] == "No case with a changed knob was judged, so nothing points to one."
-    judged(tmp_path, moved(0.1, 1), moved(0.1), change=("rollout.enforce_eager", False))
-    found = report(tmp_path / "test").value["answer"]
-    assert found["what"].startswith("All 2 judged cases differ")
-    assert found["which"][0]["said"].startswith("No single change makes it go away")
-    assert any("a floor that was not measured" in group["said"] for group in found["which"])
-
-
-def test_the_answer_where_all_is_well_and_where_nothing_was_judged(tmp_path):
-    judged(tmp_path / "good", LOGPROBS, LOGPROBS)
-    found = report(tmp_path / "good" / "test").value["answer"]
-    assert (found["state"], found["what"]) == (
-        "good", "The one judged case agrees: no active token differs by more than 1e-05 nats.",
-    )  # fmt: skip
-    nothing = scored(tmp_path / "none", LOGPROBS, LOGPROBS, active=np.zeros(TOKENS, bool), lengths=LENGTHS)
-    comparison.compare(nothing)
-    found = report(tmp_path / "none" / "test").value["answer"]
-    assert (found["state"], found["what"]) == ("nothing", "Nothing can be said: no token is active.")
-    judged(tmp_path / "open", LOGPROBS, LOGPROBS, sealed=False)
-    assert "Not sealed, so not final: baseline." in report(tmp_path / "open" / "test").value["answer"]["sure"]
-
-
-def test_the_answer_where_what_was_scored_is_not_the_same(tmp_path):
-    """An invalid case beside sound ones is no all-clear, and one at the baseline leaves nothing to compare with."""
-    spoilt = np.where(np.arange(TOKENS) == 3, np.inf, LOGPROBS).astype(np.float32)
-    judged(tmp_path / "one", LOGPROBS, LOGPROBS)
-    judged(tmp_path / "one", LOGPROBS, spoilt, change=("batch.size", 1))
-    found = report(tmp_path / "one" / "test").value["answer"]
-    assert found["state"] == "invalid"
-    assert found["what"].startswith("1 case is INVALID_ARTIFACT: no number of it counts. The one judged case agrees")
-    judged(tmp_path / "base", LOGPROBS, spoilt)
-    judged(tmp_path / "base", LOGPROBS, moved(0.1), change=("batch.size", 1))
-    found = report(tmp_path / "base" / "test").value["answer"]
-    assert found["state"] == "invalid"
-    unsaid = "No changed knob could be set beside the baseline; the notes of the table say why."
-    assert found["which"][-1] == {"said": unsaid, "cases": [], "more": 0}
-
-
-def test_an_effect_within_the_floor_is_said_to_be_so(tmp_path):
-    judged(tmp_path, LOGPROBS, LOGPROBS)
-    judged(tmp_path, moved(1e-3), LOGPROBS, repeat=1)
-    judged(tmp_path, moved(1e-4, 5), LOGPROBS, change=("rollout.enforce_eager", False))
-    found = report(tmp_path / "test").value["answer"]
-    no_more = "Moves no more than a repeat does, or not surely more:"
-    unsure = {"said": no_more, "more": 0, "cases": [{"case": "rollout.enforce_eager=false", "said": ""}]}
-    assert unsure in found["which"]
-    judged(tmp_path, moved(1e-3, 6), LOGPROBS, change=("rollout.enforce_eager", False))  # as much as the repeat
-    attempts = run.find(str(tmp_path / "test")).attempts
-    rows = content.read([table.read(each) for each in attempts], None, False, lambda: None).value
-    standings = [effect["standing"] for each in rows["cases"] if each["intervention"] for effect in each["effects"]]
-    assert standings == ["above"]
-    assert unsure in rows["answer"]["which"]
-    judged(tmp_path, moved(1e-1, 6), LOGPROBS, change=("rollout.enforce_eager", False))
-    assert unsure not in report(tmp_path / "test").value["answer"]["which"], "the control"
-
-
-def test_the_doctors_first_cause_is_in_the_answer_and_on_the_page(said):
-    value = json.loads(json.dumps(said.value))
-    finding = {"cause": "stale-weights", "likelihood": 0.7, "summary": "one side lags", "next": ["sync again"],
-               "evidence": [f"a {HOSTILE[:20]}"]}  # fmt: skip
-    ratio = {"count": 4, "p01": 0.9, "p50": 1.0, "p99": 1.1, "max": 1.2, "ess_fraction": 0.99, "chi_square": 0.01}
-    value["cases"][0] |= {"findings": [finding], "impact": {
-        "ratio": {"token": ratio, "sequence": ratio}, "clipped": [{"name": "GRPO", "low": 1, "high": 2}],
-    }}  # fmt: skip
-    value["answer"] = answer.of(value)
-    schema.validate("report", value, "report")
-    assert any("stale-weights, one side lags" in group["said"] for group in value["answer"]["which"])
-    shown = Page(page.html(value))
-    assert "one side lags" in shown.said and "GRPO 1 below, 2 above" in shown.said and "sync again" in shown.said
-    assert not shown.unbalanced and not shown.named("img")
-    written = text.lines(content.Report(said.table, value)), markdown.lines(value)
-    assert all("stale-weights" in "\n".join(lines) and "sync again" in "\n".join(lines) for lines in written)
-    value["cases"][0]["findings"] = []
-    assert "No detector named a cause." in Page(page.html(value)).said
 
 
 # -- which attempts

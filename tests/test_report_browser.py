@@ -71,6 +71,31 @@ def test_text_stands_out_from_its_ground_in_both_schemes(browser, file):
         assert opened.tab.evaluate(_CONTRAST) != [], "the control"
 
 
+@pytest.mark.parametrize(("width", "media"), [(1280, "screen"), (360, "screen"), (688, "print")])
+def test_long_names_break_and_no_table_is_cut(browser, tmp_path, width, media):
+    """Three knobs at once, an identity that nobody showed; 688: A4 between its margins."""
+    value = report(make(tmp_path), Words("word")).value
+    case = next(each for each in value["cases"] if each["intervention"] and each["effects"])
+    case["intervention"] = [{"path": path, "value": "bfloat16", "allow_fallback": False} for path in (
+        "rollout.enable_prefix_caching", "training.attention_backend", "training.compute_dtype")]  # fmt: skip
+    case["violations"] = [{"side": "training", "code": "unobservable", "observed": None, "expected": None,
+                           "path": "readback_training.json#/observed/weights_before"}]  # fmt: skip
+    (tmp_path / "long.html").write_text(page.html(value))
+    opened = Opened(browser, tmp_path / "long.html", viewport={"width": width, "height": 800})
+    opened.tab.emulate_media(media=media)
+    for button in opened.tab.query_selector_all("button[data-open=true]"):
+        if media == "screen":
+            button.click()
+    assert "readback_training.json" in opened.tab.content()
+    assert opened.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    if width > 360:  # there a table may be moved by itself
+        cut = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
+        assert opened.tab.evaluate(cut) == 0
+        opened.tab.evaluate("document.querySelectorAll('.scroll td, .scroll th').forEach("
+                            "e => { e.style.whiteSpace = 'nowrap'; e.style.minWidth = '30rem'; })")  # fmt: skip
+        assert opened.tab.evaluate(cut) > 0, "the control"
+
+
 _CONTRAST = """() => {
   const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
   const linear = (v) => v / 255 <= 0.03928 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4;

@@ -140,6 +140,41 @@ def test_any_file_that_was_touched_makes_it_no_answer(tmp_path, name):
     assert answer(tmp_path, row, plan) == ("pending", None)
 
 
+@pytest.mark.parametrize("name", ["requested.json", "materialized.json"])
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_sealed_attempt_that_lost_or_changed_what_says_whose_it_is_is_named(tmp_path, name, lost):
+    """It would be taken for an attempt at another row, or of other conditions, or for one that was left off."""
+    attempt = sealed(tmp_path)
+    row, plan = attempt.requested(), attempt.materialized()
+    if lost:
+        attempt.file(name).unlink()
+    else:
+        rewrite_json(attempt, name, **({"repeat": 1} if name == "requested.json" else {"execution_key": "0" * 64}))
+    found = outcome(tmp_path, row, plan)
+    assert (found.state, found.attempt, found.otherwise) == ("pending", None, None)
+    assert found.passed_over == ((attempt_of(found), f"sealed, but {name}: {'missing' if lost else CHANGED}"),)
+
+
+CHANGED = "changed (same size, another digest)"
+
+
+def attempt_of(found: resume.Outcome) -> Attempt:
+    (passed_over, _), *_ = found.passed_over
+    assert passed_over.attempt_id == "a0001"
+    return passed_over
+
+
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("a0001")])
+def test_a_symlink_or_a_file_in_an_attempts_place_is_named(tmp_path, make):
+    attempt = sealed(tmp_path)
+    row = attempt.requested()
+    make(attempt.path.parent / "a0002")
+    found = outcome(tmp_path, row, None)
+    assert (found.state, found.attempt.attempt_id) == ("answered", "a0001")
+    ((stray, why),) = found.passed_over
+    assert (stray.attempt_id, why) == ("a0002", "an attempt is a directory, and no symlink")
+
+
 def spoil(attempt: Attempt, name: str) -> None:
     with open(attempt.file(name), "ab") as file:
         file.write(b" ")

@@ -115,6 +115,26 @@ def test_a_seal_that_cannot_be_read_is_malformed(attempt: Attempt, content: byte
     assert kinds(attempt) == [(SEAL, "malformed")]
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda data: data + b" ",
+        lambda data: data.rstrip(b"\n"),
+        lambda data: data.replace(b"\n", b"\t"),
+        lambda data: json.dumps(json.loads(data)).encode() + b"\n",
+        lambda data: data.replace(b"blake3", rb"\u0062lake3", 1),
+    ],
+)
+def test_a_seal_that_says_the_same_in_other_bytes_is_malformed(attempt: Attempt, other) -> None:
+    seal.seal(attempt)
+    data = attempt.file(SEAL).read_bytes()
+    assert json.loads(other(data)) == json.loads(data)
+    attempt.file(SEAL).write_bytes(other(data))
+    assert kinds(attempt) == [(SEAL, "malformed")]
+    attempt.file(SEAL).write_bytes(data)
+    assert kinds(attempt) == []
+
+
 @pytest.mark.parametrize("change", [{"repeat": 1}, {"execution_key": "0" * 64}, {"experiment_id": "other"}])
 def test_a_seal_whose_own_fields_were_edited_is_seen(attempt: Attempt, change: dict) -> None:
     seal.seal(attempt)

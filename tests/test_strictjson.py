@@ -48,6 +48,21 @@ def test_brackets_inside_strings_are_not_nesting():
     assert strictjson.loads(text, "x") == ["[{" * 500, '"[[']
 
 
+def test_more_lists_and_objects_than_there_is_room_for_are_refused(monkeypatch):
+    monkeypatch.setattr(strictjson, "MAX_CONTAINERS", 100)
+    within = '["[[[",' + "[]," * 98 + '"{"]'
+    assert len(strictjson.loads(within, "x")) == 100
+    with pytest.raises(XdError) as caught:
+        strictjson.loads(within.replace('"{"', "{},[]"), "x")
+    assert caught.value.code == "too-many"
+
+
+def test_flaws_by_the_million_are_counted_up_to_a_thousand():
+    with pytest.raises(XdError) as caught:
+        strictjson.loads("[" + "NaN," * 5000 + "1]", "x")
+    assert caught.value.issues[-1].message == "and at least 1000 more"
+
+
 def test_every_flaw_is_reported():
     with pytest.raises(XdError) as caught:
         strictjson.loads('{"a": NaN, "b": {"c": 1, "c": 2}}', "x")

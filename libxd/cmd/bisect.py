@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ done; xd-bisect $plan $by $policy
 # what has been found so far, of attempts measured anywhere, for a program
 xd-bisect --json --by verdict --runs runs runs/s0-bisect/plan.jsonl | jq .answers
 """
-_COLOURS = {"bad": "red", "good": "green", "undecided": "yellow", "unmeasured": "bright_black", "pending": "cyan"}
 
 
 @console.command("xd-bisect", EXAMPLES)
@@ -105,8 +102,7 @@ def cli(
     else:
         from libxd import bisection_text
 
-        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        for text in bisection_text.lines(found, _paint if colour else lambda text, what: text):
+        for text in bisection_text.lines(found, console.paint):
             console.emit(text)
     if exit_code and not found.found:
         console.answer_no()
@@ -134,10 +130,6 @@ def _summary(found: bisection.Bisection) -> str:
     if found.rows:
         return f"{len(found.rows)} to score; {tested}"
     return f"nothing to score: {tested}" + (f"; {found.why}" if found.why else "")
-
-
-def _paint(text: str, what: str) -> str:
-    return click.style(text, fg=_COLOURS[what]) if what in _COLOURS else text
 
 
 main = console.entry(cli)

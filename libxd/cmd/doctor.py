@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import click
 
 from libxd import canon, console
+from libxd.cmd.difference_operands import given
 from libxd.console import Console
-from libxd.rundir import Attempt
 
 if TYPE_CHECKING:
     from libxd.doctor.diagnosis import Diagnosis
@@ -24,7 +22,6 @@ xd-doctor --rescore models/smollm2-135m-instruct score_rollout.safetensors score
 # the rungs of a ladder: bug or rounding, and of each attempt the causes; status 1 where there are any
 xd-doctor --exit-code runs/ladder/cases/*/a*
 """
-_COLOURS = {"bug": "red", "rounding": "green", "undecided": "yellow", "nothing": "green", "cause": "cyan"}
 
 
 @console.command("xd-doctor", EXAMPLES)
@@ -88,12 +85,11 @@ def cli(
             found += filter(None, [diagnosis.together(evidences, series)])
     if not found and not unread:
         console.info("nothing to look at")
-    style = _paint if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else lambda words, _: words
     for number, diagnosed in enumerate(found):
         if as_json:
             _emit_json(console, "diagnosis", diagnosed.as_json())
             continue
-        for line in [""] * bool(number) + text.lines(diagnosed, console.verbose, style):
+        for line in [""] * bool(number) + text.lines(diagnosed, console.verbose, console.paint):
             console.emit(line)
     if exit_code and (unread or not found or any(_something(each) for each in found)):
         console.answer_no()
@@ -105,24 +101,15 @@ def _something(diagnosed: Diagnosis) -> bool:
 
 
 def _evidences(console: Console, operands: tuple[str, ...]) -> Iterable[Evidence | None]:
-    """Of attempts as they come, or of two score files; None for what cannot be read, which is reported."""
+    """Of each operand; None for what cannot be read, which is reported."""
     from libxd import pairs
     from libxd.doctor.evidence import Evidence
 
-    files: list[str] = []
-    for path in console.operands(operands, "attempts, or two score files"):
-        if os.path.isfile(path) or path.endswith(".safetensors"):
-            files.append(path)
-            continue
+    for operand in given(console, operands):
         evidence = None
-        with console.guard(path):
-            evidence = Evidence.of_pair(pairs.of_attempt(Attempt.open(path)))
-        yield evidence
-    if files:
-        evidence = None
-        with console.guard(" ".join(files)):
-            rollout, training = pairs.two_files(files)
-            evidence = Evidence(rollout, training)
+        with console.guard(operand.where):
+            attempt = operand.attempt()
+            evidence = Evidence.of_pair(pairs.of_attempt(attempt)) if attempt else Evidence(*operand.scores())
         yield evidence
 
 
@@ -141,10 +128,6 @@ def _emit_json(console: Console, name: str, value: dict[str, object]) -> None:
     from libxd import schema
 
     console.emit(canon.dumps(schema.validate(name, value, "xd-doctor --json")))
-
-
-def _paint(words: str, kind: str) -> str:
-    return click.style(words, fg=_COLOURS[kind])
 
 
 main = console.entry(cli)

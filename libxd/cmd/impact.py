@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from libxd import console
+from libxd.cmd.difference_operands import Given, given
 from libxd.console import PATH, Console
-from libxd.rundir import Attempt
+from libxd.functional.estimators import ESTIMATORS, NEEDS
 
 if TYPE_CHECKING:
     from libxd.credit import Credit
@@ -25,7 +24,6 @@ xd-impact --rewards rewards.csv runs/smollm2/cases/c-0123456789abcdef/a0001
 # two score files by themselves, without advantages, as JSON
 xd-impact --json score_rollout.safetensors score_training.safetensors
 """
-_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 @console.command("xd-impact", EXAMPLES)
@@ -33,14 +31,19 @@ _ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus
 @click.option("--json", "as_json", is_flag=True, help="Print each impact as a line of JSON, not as text.")
 @click.option(
     "--advantages", type=PATH, metavar="FILE",
-    help="Advantages, a sequence or a token each: JSONL, CSV or safetensors, named advantage or advantages.",
+    help="Advantages, a sequence or a token each: JSONL, CSV, Parquet, safetensors; named advantage or advantages.",
 )  # fmt: skip
 @click.option(
     "--rewards", type=PATH, metavar="FILE", help="Rewards, one a sequence, in such a file: advantages are made of them."
 )
 @click.option(
-    "--estimator", type=click.Choice(_ESTIMATORS), default=_ESTIMATORS[0], show_default=True,
+    "--estimator", type=click.Choice(ESTIMATORS), default=ESTIMATORS[0], show_default=True,
     help="How advantages are made of rewards.",
+)  # fmt: skip
+@click.option("--values", type=PATH, metavar="FILE", help="A critic's values, a token each, in such a file, for gae.")
+@click.option(
+    "--discount", type=float, nargs=2, metavar="GAMMA LAMBDA", default=(1.0, 1.0), show_default=True,
+    help="The discounts of gae.",
 )  # fmt: skip
 @click.option(
     "--group", metavar="COLUMN",
@@ -80,12 +83,12 @@ def cli(console: Console, paths: tuple[str, ...], as_json: bool, **options: Any)
     _refuse_contradictions(options)
     settings = _settings(options)
     first = True
-    for where, opened in _pairs(console, paths):
-        with console.guard(where):
-            pair = opened()
+    for operand in given(console, paths):
+        with console.guard(operand.where):
+            pair = _pair(operand)
             found = impact.of_pair(pair, _credit(pair, options), _for(settings, pair, options["reference"]))
             if as_json:
-                console.emit(canon.dumps(schema.validate("impact", found.as_json(), where)))
+                console.emit(canon.dumps(schema.validate("impact", found.as_json(), operand.where)))
                 continue
             text = impact_text.lines(found)
             for line in text if first else ("", *text):
@@ -93,21 +96,12 @@ def cli(console: Console, paths: tuple[str, ...], as_json: bool, **options: Any)
             first = False
 
 
-def _pairs(console: Console, paths: tuple[str, ...]) -> Iterator[tuple[str, Callable[[], Pair]]]:
-    """(name, how to open it) of each pair: two files are one, everything else is an attempt each."""
-    from libxd import pairs
-
-    if any(os.path.isfile(path) for path in paths):
-        yield " ".join(paths), lambda: pairs.of_files(paths)
-        return
-    for path in console.operands(paths, "attempts"):
-        yield path, lambda path=path: _of_attempt(path)
-
-
-def _of_attempt(path: str) -> Pair:
+def _pair(operand: Given) -> Pair:
     from libxd import pairs, seal
 
-    attempt = Attempt.open(path)
+    attempt = operand.attempt()
+    if attempt is None:
+        return pairs.of_files(operand.files)
     seal.require_untampered(attempt)
     return pairs.of_attempt(attempt)
 
@@ -117,13 +111,22 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
     if options["advantages"] and options["rewards"]:
         raise click.UsageError("--advantages and --rewards exclude one another")
     if not options["rewards"]:
-        for name in ("estimator", "group", "sequences", "overlong"):
-            if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+        for name in ("estimator", "values", "discount", "group", "sequences", "overlong"):
+            if _is_given(context, name):
                 raise click.UsageError(f"--{name} is about rewards: give --rewards, too")
+    of_values = NEEDS[options["estimator"]] == "values"
+    if of_values != bool(options["values"]) or (not of_values and _is_given(context, "discount")):
+        raise click.UsageError("--values and --discount are gae's, and gae needs --values: --estimator gae")
+    if options["group"] and NEEDS[options["estimator"]] != "groups":
+        raise click.UsageError(f"{options['estimator']} compares no groups: --group says nothing to it")
     if options["group"] and options["sequences"]:
         raise click.UsageError("--group and --sequences both say the groups: give one of them")
     if (options["beta"] is None) != (options["reference"] is None):
         raise click.UsageError("--beta and --reference belong together")
+
+
+def _is_given(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
 
 
 def _settings(options: dict[str, Any]) -> Settings:
@@ -144,7 +147,12 @@ def _credit(pair: Pair, options: dict[str, Any]) -> Credit | None:
         return credit.of_advantages(options["advantages"], layout)
     if not options["rewards"]:
         return None
-    grouped = options["estimator"] in credit.GROUPED and options["group"] is None
+    if options["values"]:
+        gamma, lam = options["discount"]
+        return credit.of_values(
+            options["rewards"], options["values"], layout, gamma=gamma, lam=lam, overlong=options["overlong"]
+        )
+    grouped = NEEDS[options["estimator"]] == "groups" and options["group"] is None
     return credit.of_rewards(
         options["rewards"], layout, estimator=options["estimator"], group=options["group"],
         prompt_index=credit.prompt_index(pair, options["sequences"]) if grouped else None,

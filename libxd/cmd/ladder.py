@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import click
 
 from libxd import canon, console
@@ -18,7 +15,6 @@ xd-ladder runs/ladder/cases/*/a*
 # which side is further from a float32 scorer of the same tokens; status 1 unless it all is rounding
 xd-ladder --reference runs/smollm2-fp32/cases/c-0123456789abcdef/a0001 --exit-code runs/ladder/cases/*/a*
 """
-_COLOURS = {"rounding": "green", "bug": "red", "undecided": "yellow"}
 
 
 @console.command("xd-ladder", EXAMPLES)
@@ -58,21 +54,18 @@ def cli(
     found = ladder.ladders(rungs)
     if not found:
         console.info("no attempts, no ladder")
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for text in ladder_text.apart(ladder.apart(found), len(found)):
+        console.info(text)
     for number, each in enumerate(found):
         if as_json:
             console.emit(canon.dumps(schema.validate("ladder", each.as_json(), str(each.rungs[0].attempt))))
             continue
         if number:
             console.emit("")
-        for line in ladder_text.lines(each, found, _paint if colour else lambda text: text):
+        for line in ladder_text.lines(each, found, console.paint):
             console.emit(line)
     if exit_code and (unread or not found or any(each.judgement.answer != "rounding" for each in found)):
         console.answer_no()
-
-
-def _paint(answer: str) -> str:
-    return click.style(answer, fg=_COLOURS[answer])
 
 
 main = console.entry(cli)

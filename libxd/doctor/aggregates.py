@@ -115,7 +115,6 @@ def _same(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=_SAME, abs_tol=0.0)
 
 
-
 def _rounds_to(value: float, said: Decimal | float) -> bool:
     """Whether `said` is all that a person kept of `value`: 0.02 of 0.0219, and not 0.020. Nothing is kept in a 0."""
     last = Decimal(str(said)).as_tuple().exponent

@@ -6,7 +6,7 @@ import numpy as np
 
 from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import SYMPTOM, Finding, Rule
-from libxd.doctor.rounding import usual_mean
+from libxd.doctor.rounding import USUAL, usual_mean
 from libxd.doctor.statistics import medians_by, rank_correlation
 
 _BETTER, _HALF, _LEAST_PACKS, _MOST_A_PACK = 0.3, 0.5, 2, 64
@@ -16,7 +16,7 @@ RULE = Rule(
     "batches",
     ("pack", "padded-batch"),
     "By the median |d| of each sequence, for tokens as likely (ten strata), where mean |d| is more than rounding "
-    "makes (bfloat16 and unknown dtypes 0.031 nats, float16 0.0039, float32 1.5e-5). pack: those below 0.3 times the "
+    f"makes ({USUAL}). pack: those below 0.3 times the "
     "median sequence's are just every n-th from the first on, for an n of 2 to 64, two or more, and their mean |d| is "
     "at most half the others'. padded-batch: of 8 sequences or more with 16 tokens each, it falls with the length of "
     "the sequence (rank correlation below -0.7), that of the shorter third is at least 3 times that of the longer "

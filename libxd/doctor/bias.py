@@ -6,7 +6,7 @@ import numpy as np
 
 from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import SYMPTOM, Finding, Rule
-from libxd.doctor.rounding import usual_mean
+from libxd.doctor.rounding import USUAL, usual_mean
 from libxd.doctor.statistics import means_by, two_sided
 
 _SHARE, _P = 0.35, 2e-3
@@ -14,8 +14,8 @@ _SHARE, _P = 0.35, 2e-3
 RULE = Rule(
     "bias",
     ("bias",),
-    "|mean d| is more than rounding makes of |d| (bfloat16 and unknown dtypes 0.031 nats, float16 0.0039, float32 "
-    "1.5e-5) and at least 0.35 of mean |d|, and the mean d of a sequence has that sign in so many sequences of 4 "
+    f"|mean d| is more than rounding makes of |d| ({USUAL}) "
+    "and at least 0.35 of mean |d|, and the mean d of a sequence has that sign in so many sequences of 4 "
     "tokens or more that coins would do so twice in 1000 times.",
     "Below 1e-6 for 10 sequences whose tokens err independently (both conditions); of the clean pairs none "
     "(docs/doctor.md). Two float32 operators that add the vocabulary in other orders differ in one direction, by 7e-6.",

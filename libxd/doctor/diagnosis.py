@@ -71,10 +71,11 @@ class Diagnosis:
 def of_pair(evidence: Evidence, climbed: Ladder | None = None) -> Diagnosis:
     """climbed: a ladder that the attempt is a rung of."""
     found = examined(evidence)
+    unasked = {} if climbed is not None else {"ladder": "needs the same tokens in two precisions"}
     subject = [str(evidence.attempt)] if evidence.attempt else [str(file.path) for file in evidence.files]
     return Diagnosis(
         subject, evidence.dtypes, evidence.count, int(evidence.sequences.size), _figures(evidence),
-        _answer(evidence, found.findings, climbed), found.findings, found.silent,
+        _answer(evidence, found.findings, climbed), found.findings, found.silent | unasked,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import SYMPTOM, Finding, Rule
-from libxd.doctor.rounding import usual_mean
+from libxd.doctor.rounding import USUAL, usual_mean
 from libxd.doctor.statistics import medians_by
 
 _TIMES, _MEAN, _RANK, _MOST, _TOKENS = 5.0, 4.0, 0.75, 0.5, 16
@@ -16,7 +16,7 @@ RULE = Rule(
     ("outlying-prompt", "outlying-sequences"),
     "A sequence of 16 tokens or more is outlying when its median |d|, for tokens as likely (ten strata), is at least "
     "5 times the median sequence's, its mean |d| at least 4 times, its mean rank among such tokens above 0.75, and "
-    "its mean |d| more than rounding makes (bfloat16 and unknown dtypes 0.031 nats, float16 0.0039, float32 1.5e-5). "
+    f"its mean |d| more than rounding makes ({USUAL}). "
     "Named when no more than half of the sequences are. Sequences of one prompt, all of its samples and no other: "
     "outlying-prompt.",
     "Of the clean pairs none (docs/doctor.md): there the ratio reaches 2.4, and 4.2 in synthetic ones.",

@@ -7,7 +7,7 @@ import numpy as np
 from libxd.doctor import truncation
 from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import SHAPE, Finding, Rule
-from libxd.doctor.rounding import usual_mean
+from libxd.doctor.rounding import USUAL, usual_mean
 from libxd.doctor.statistics import rank_correlation
 from libxd.rundir import SIDES
 
@@ -18,7 +18,7 @@ RULE = Rule(
     ("padded-vocabulary",),
     "Of the differences that are above the tenth part of their mean, 95 % have one sign, those of at least 32 tokens; "
     "their size rises as the logprob falls (rank correlation below -0.3), the largest is below 0.5 nats, and the mean "
-    "more than rounding makes (bfloat16 and unknown dtypes 0.031 nats, float16 0.0039, float32 1.5e-5). Not where "
+    f"more than rounding makes ({USUAL}). Not where "
     "truncation speaks.",
     "Rounding has both signs: that 95 % of 32 fair coins fall alike happens once in 10^7 times.",
     least_tokens=64,

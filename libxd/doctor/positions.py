@@ -6,7 +6,7 @@ import numpy as np
 
 from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import SYMPTOM, Finding, Rule
-from libxd.doctor.rounding import usual_mean
+from libxd.doctor.rounding import USUAL, usual_mean
 from libxd.doctor.statistics import two_sided
 
 _TIMES = 3.0
@@ -20,8 +20,7 @@ RULE = Rule(
     "|d| over the median |d| of tokens of about the same logprob (ten strata): for one of 17 cuts along the position, "
     "with 24 tokens or more on either side, its median behind the cut is at least 3 times that before it, and so it "
     "is, by 1.5 times, in 90 % of the sequences with 4 tokens on either side, as coins would do once in 100 times; "
-    "and mean |d| behind it is more than rounding makes (bfloat16 and unknown dtypes 0.031 nats, float16 0.0039, "
-    "float32 1.5e-5).",
+    f"and mean |d| behind it is more than rounding makes ({USUAL}).",
     "Of the clean pairs none (docs/doctor.md): there the ratio reaches 3.1, but not in all sequences alike.",
     least_tokens=96,
     least_sequences=2,

@@ -9,7 +9,6 @@ from libxd.doctor import (
     aggregates,
     batches,
     bias,
-    contract,
     few_tokens,
     grid,
     head,
@@ -20,6 +19,7 @@ from libxd.doctor import (
     outliers,
     padding,
     positions,
+    provenance,
     semantics,
     sentinels,
     size,
@@ -35,7 +35,7 @@ from libxd.doctor.finding import Finding, Rule
 
 #: facts first; of findings as likely, the earlier one is the nearer to a cause
 _MODULES = (
-    contract, token_ids, lengths, vacuous, masks, sentinels, semantics, temperature, aggregates, third_scorer, grid,
+    provenance, token_ids, lengths, vacuous, masks, sentinels, semantics, temperature, aggregates, third_scorer, grid,
     lag, truncation, wrong_token, labels, padding, head, positions, batches, outliers, few_tokens, bias, size,
 )  # fmt: skip
 DETECTORS: tuple[tuple[Rule, Callable[[Evidence], Finding | None]], ...] = tuple(
@@ -54,19 +54,20 @@ class Examined:
 
 
 def examined(evidence: Evidence) -> Examined:
-    """Every detector asked, as far as its sample and its needs are met; of a tampered attempt none but the contract."""
+    """Every detector asked, as far as its sample and its needs are met; of a tampered attempt none but
+    `provenance`."""
     if evidence.tampered:
         why = "the attempt is not what was sealed"
-        return Examined(list(filter(None, [contract.examine(evidence)])),
-                        {rule.detector: why for rule, _ in DETECTORS if rule is not contract.RULE})  # fmt: skip
+        return Examined(list(filter(None, [provenance.examine(evidence)])),
+                        {rule.detector: why for rule, _ in DETECTORS if rule is not provenance.RULE})  # fmt: skip
     findings, silent = [], {}
     for rule, examine in DETECTORS:
         if (why := _cannot(rule, evidence)) is not None:
             silent[rule.detector] = why
         elif (finding := examine(evidence)) is not None:
             findings.append(finding)
-    if (why := contract.not_shown(evidence)) is not None:
-        silent[contract.RULE.detector] = why
+    if (why := provenance.not_shown(evidence)) is not None:
+        silent[provenance.RULE.detector] = why
     if (why := size.not_looked_at(evidence)) is not None:
         silent[size.RULE.detector] = why
     return Examined(_merged(sorted(findings, key=lambda finding: -finding.likelihood)), silent)

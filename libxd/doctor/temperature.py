@@ -7,7 +7,7 @@ import numpy as np
 from libxd.doctor import semantics
 from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import HINT, Finding, Rule
-from libxd.doctor.rounding import usual_mean
+from libxd.doctor.rounding import USUAL, usual_mean
 from libxd.doctor.statistics import means_by, rank_correlation, two_sided
 from libxd.rundir import SIDES
 
@@ -16,7 +16,7 @@ _CORRELATION, _P = 0.3, 0.01
 RULE = Rule(
     "temperature",
     ("temperature-like",),
-    "Mean |d| is more than rounding makes (bfloat16 and unknown dtypes 0.031 nats, float16 0.0039, float32 1.5e-5), "
+    f"Mean |d| is more than rounding makes ({USUAL}), "
     "the rank correlation of training - rollout with the logprob is beyond 0.3 over all, and of one sign in so many "
     "sequences that coins would do so once in 100 times. Not where semantics speaks, nor beside a third scorer, which "
     "knows better.",

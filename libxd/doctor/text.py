@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterable
 
 from libxd.doctor.diagnosis import Diagnosis
 from libxd.doctor.finding import Finding, Rule
-from libxd.plain import number, plain
-from libxd.table_text import WIDTH
+from libxd.plain import number, wrapped
 
 Style = Callable[[str, str], str]
 
 
 def lines(diagnosis: Diagnosis, verbose: bool, style: Style = lambda text, _: text) -> list[str]:
     """style(text, kind) may colour what is of kind "bug", "rounding", "undecided", "nothing" or "cause"."""
-    out = _wrapped(plain(_title(diagnosis)), "")
+    out = wrapped(_title(diagnosis))
     answer = diagnosis.answer
     if answer is not None:
         said = "nothing differs" if answer.answer == "nothing" else answer.answer
-        first, *others = _wrapped(plain(f"Bug or rounding? {said}: {answer.why}."), "  ")
+        first, *others = wrapped(f"Bug or rounding? {said}: {answer.why}.", rest="  ")
         out += [first.replace(f" {said}:", f" {style(said, answer.answer)}:", 1), *others]
-        out += [line for each in answer.next for line in _wrapped(plain(f"- {each}"), "    ", "  ")]
+        out += [line for each in answer.next for line in wrapped(each, "  - ")]
     for place, finding in enumerate(diagnosis.findings, 1):
         out += ["", *_finding(place, finding, style)]
     if not diagnosis.findings:
@@ -51,13 +49,12 @@ def _nothing(diagnosis: Diagnosis) -> str:
 
 
 def _finding(place: int, finding: Finding, style: Style) -> list[str]:
-    head = plain(f"{place}. {finding.cause} ({finding.likelihood:g}): {finding.summary}")
-    out = textwrap.wrap(head, WIDTH, subsequent_indent="   ")
+    out = wrapped(f"{place}. {finding.cause} ({finding.likelihood:g}): {finding.summary}", rest="   ")
     out[0] = out[0].replace(finding.cause, style(finding.cause, "cause"), 1)
     for line in finding.evidence:
-        out += _wrapped(plain(line), "     ", "   - ")
+        out += wrapped(line, "   - ")
     for line in finding.next:
-        out += _wrapped(plain(line), "     ", "   > ")
+        out += wrapped(line, "   > ")
     return out
 
 
@@ -70,7 +67,7 @@ def _silent(silent: dict[str, str], verbose: bool) -> list[str]:
     for detector, why in silent.items():
         reasons.setdefault(why, []).append(detector)
     said = "; ".join(f"{', '.join(detectors)} ({why})" for why, detectors in reasons.items())
-    return ["", *_wrapped(f"Not looked at: {said}.", "  ")]
+    return ["", *wrapped(f"Not looked at: {said}.", rest="  ")]
 
 
 def rules(given: Iterable[Rule]) -> list[str]:
@@ -80,14 +77,8 @@ def rules(given: Iterable[Rule]) -> list[str]:
         tokens = [f"{rule.least_tokens} active tokens"] if rule.least_tokens > 1 else []
         sample = " of ".join(tokens + ([f"{rule.least_sequences} sequences"] if rule.least_sequences > 1 else []))
         out += [f"{rule.detector}: {', '.join(rule.causes)}"]
-        out += _wrapped(rule.decides, "    ", "  rule: ")
-        out += _wrapped(rule.false_alarms, "    ", "  false alarms: ")
+        out += wrapped(rule.decides, "  rule: ", "    ")
+        out += wrapped(rule.false_alarms, "  false alarms: ", "    ")
         needs = f"; needs {', '.join(rule.needs)}" if rule.needs else ""
         out += [f"  smallest sample: {sample or 'any'}{needs}", ""]
     return out[:-1]
-
-
-def _wrapped(text: str, indent: str, first: str = "") -> list[str]:
-    """Commands stay whole: nothing is broken within a word or at a hyphen."""
-    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False,
-                         break_on_hyphens=False)  # fmt: skip

@@ -57,9 +57,16 @@ class _Fit:
     best: float
     agree: float
 
+    @property
+    def done(self) -> str:
+        """What was done otherwise, behind "the model"."""
+        if self.cause == "double-bos":
+            return self.name
+        return f"with {self.name}" + (" logprob" if self.name.endswith("'s") else "")
+
     def line(self) -> str:
-        return (f"{self.side}: median |logprob - float32 model's| is {self.plain:.3g}, and {self.best:.3g} with "
-                f"{self.name}; nearer in {self.agree:.0%} of the sequences")  # fmt: skip
+        return (f"{self.side}: median |logprob - float32 model's| is {self.plain:.3g}, and {self.best:.3g} "
+                f"{self.done}; nearer in {self.agree:.0%} of the sequences")  # fmt: skip
 
 
 def examine(evidence: Evidence) -> Finding | None:
@@ -70,7 +77,7 @@ def examine(evidence: Evidence) -> Finding | None:
     lines = [fit.line() for fit in fits]
     if fits[0].cause == "head-rounding":
         lines += _by_logit(evidence, fits[0].side)
-    return Finding(fits[0].cause, FIT, f"{fits[0].side} is the model with {fits[0].name}", lines,
+    return Finding(fits[0].cause, FIT, f"{fits[0].side} is the model {fits[0].done}", lines,
                    _NEXT[fits[0].cause])  # fmt: skip
 
 

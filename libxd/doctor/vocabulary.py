@@ -15,7 +15,6 @@ from libxd.errors import Status, XdError
 #: tokens that open a turn, the word after which says whose it is
 _OPENERS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|start|>")
 _OTHER_ROLES = ("user", "system", "tool", "developer", "ipython", "observation", "function")
-_MOST_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def read(directories: Iterable[str | os.PathLike[str]]) -> Vocabulary:
         """By whoever says so: the tokenizer's word first, then the configs' ids."""
         word = tokenizer_config.get(f"{name}_token")
         word = word.get("content") if isinstance(word, dict) else word
-        if word in ids:
+        if isinstance(word, str) and word in ids:
             return [ids[word]]
         for said in (generation.get(f"{name}_token_id"), config.get(f"{name}_token_id")):
             if said is not None:
@@ -84,16 +83,18 @@ def _listed(value: Any) -> list[int]:
 
 
 def _ids(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """Word -> id of a tokenizer.json of a word, byte-pair or piece model."""
-    vocabulary = (tokenizer.get("model") or {}).get("vocab")
-    found: dict[str, int] = {}
+    """Word -> id of a tokenizer.json of a word, byte-pair or piece model. What is no word with an id is passed over:
+    what a tokenizer must be is its library's to say."""
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    pairs: list[tuple[Any, Any]] = []
     if isinstance(vocabulary, dict):
-        found |= {word: number for word, number in vocabulary.items() if type(number) is int}
+        pairs += vocabulary.items()
     elif isinstance(vocabulary, list):
-        found |= {entry[0]: number for number, entry in enumerate(vocabulary) if isinstance(entry, list) and entry}
-    for added in tokenizer.get("added_tokens") or ():
-        found[added["content"]] = added["id"]
-    return found
+        pairs += [(entry[0], number) for number, entry in enumerate(vocabulary) if isinstance(entry, list) and entry]
+    if isinstance(added, list):
+        pairs += [(token.get("content"), token.get("id")) for token in added if isinstance(token, dict)]
+    return {word: number for word, number in pairs if isinstance(word, str) and type(number) is int}
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def _load(path: Path) -> dict[str, Any]:
         return {}
     try:
         # not strictly: tokenizers write lengths beyond any number that two readers would agree on
-        value = json.loads(strictjson.read_bytes(path, max_bytes=_MOST_BYTES))
+        value = json.loads(strictjson.read_bytes(path))
     except (ValueError, RecursionError) as error:
         if isinstance(error, XdError):
             raise

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from libxd.diagnostics import locate
 from libxd.errors import XdError
 from libxd.imports.record import Record
 from libxd.imports.spool import Spool
@@ -75,7 +76,7 @@ class Batch:
         """
         wrong = np.flatnonzero((token_ids < 0) | (token_ids > _MAX_ID))
         if wrong.size:
-            sequence, position = place(cu_seqlens, int(wrong[0]))
+            sequence, position = locate(int(wrong[0]), cu_seqlens)
             raise _no_id(places[sequence] if places else f"sequence {sequence}", position, token_ids[wrong[0]])
         first = np.zeros(len(token_ids), bool)
         first[cu_seqlens[:-1]] = True
@@ -111,12 +112,6 @@ class Batch:
             if zeros >= ZERO_TAIL:
                 tails.append((sequence, int(active[len(active) - zeros])))
         return tails
-
-
-def place(cu_seqlens: np.ndarray, index: int) -> tuple[int, int]:
-    """(sequence, position in it) of a token."""
-    sequence = int(np.searchsorted(cu_seqlens, index, "right")) - 1
-    return sequence, index - int(cu_seqlens[sequence])
 
 
 def _scored(values: np.ndarray, active: np.ndarray, first: np.ndarray) -> np.ndarray:

@@ -16,9 +16,10 @@ import numpy as np
 
 from libxd import __version__, canon, publish, schema, shards, tensors
 from libxd import sequences as frozen
+from libxd.diagnostics import locate
 from libxd.errors import Status, XdError
 from libxd.imports import request
-from libxd.imports.batch import Batch, numbered, place
+from libxd.imports.batch import Batch, numbered
 from libxd.imports.record import UNKNOWN_SEMANTICS
 from libxd.imports.request import Declared
 from libxd.imports.spool import Spool
@@ -169,7 +170,7 @@ def _differences(attempt: str, batch: Batch, cu_seqlens: np.ndarray, ids: np.nda
         lengths = [int(each[sequence + 1] - each[sequence]) for each in (batch.cu_seqlens, cu_seqlens)]
         refuse(sequence, min(lengths), "another length", f"{lengths[0]} tokens", f"{lengths[1]} tokens")
     if first is not None:
-        refuse(*place(batch.cu_seqlens, first), "another token", int(batch.token_ids[first]), int(ids[first]))
+        refuse(*locate(first, batch.cu_seqlens), "another token", int(batch.token_ids[first]), int(ids[first]))
     if batch.cu_seqlens.size != cu_seqlens.size:
         raise XdError(f"another number of sequences than in {attempt}", code="other-tokens",
                       where=batch.places[0] if batch.places else attempt, found=batch.cu_seqlens.size - 1,
@@ -177,4 +178,4 @@ def _differences(attempt: str, batch: Batch, cu_seqlens: np.ndarray, ids: np.nda
     masks = np.flatnonzero(batch.active_mask != active)
     if masks.size:
         index = int(masks[0])
-        refuse(*place(batch.cu_seqlens, index), "another mask", bool(batch.active_mask[index]), bool(active[index]))
+        refuse(*locate(index, batch.cu_seqlens), "another mask", bool(batch.active_mask[index]), bool(active[index]))

@@ -7,6 +7,7 @@ no number, a text is no list.
 from __future__ import annotations
 
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ _MOST_ID = 2**31 - 1  # token ids are int32 in a score file
 _MOST_INT64 = 2**63 - 1
 _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{16,}={0,2}\s*")
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxdict, _BRIEF.maxtuple, _BRIEF.maxlong = 3, 20, 5, 20, 60
 _PRINTED = re.compile(r"\s*(\[|array\(|tensor\(|<)")
 
 
@@ -159,6 +162,8 @@ class Row:
     def floats(self, name: str, length: int | None = None) -> np.ndarray:
         """float32 [n], NaN where the list has null. Numbers that are no float32 are rounded to the nearest, and noted.
 
+        A decimal of up to nine digits is how a float32 is written, and counts as the one that it is nearest to.
+
         XdError 65 for one beyond float32, and unless n is `length`.
         """
         array = self._array(name, {int, float, type(None)}, "numbers")
@@ -171,8 +176,10 @@ class Row:
             at = int(np.argmax(lost))
             raise self.error(name, "does not fit a float32", at=at, found=str(array[at]))
         if array.dtype != np.float32:
-            self.notes.add(f"values of {name} are no float32 and were rounded to the nearest",
-                           int((single.astype(np.float64) != array)[~np.isnan(single)].sum()))  # fmt: skip
+            other = (single.astype(np.float64) != array) & ~np.isnan(single)
+            if not whole:
+                other[other] = ~_is_written(array[other].astype(np.float64), single[other].astype(np.float64))
+            self.notes.add(f"values of {name} are no float32 and were rounded to the nearest", int(other.sum()))
         self._require(name, single.size, length)
         return single
 
@@ -237,6 +244,17 @@ class Misfit:
         self.beside = beside
 
 
+def _is_written(values: np.ndarray, single: np.ndarray) -> np.ndarray:
+    """Whether each is a decimal of up to nine digits, which tell any two float32 apart, beside the float32 that it is
+    for. float64 [n] each; bool [n]."""
+    magnitude = np.abs(values)
+    beside = np.abs(single - values) <= 2.0**-24 * magnitude  # not so where it became 0, or subnormal
+    magnitude = np.where(beside, magnitude, 1.0)
+    digits = magnitude * 10.0 ** (8 - np.floor(np.log10(magnitude)))
+    # of 10^8 to 10^9: what their rounding to float64 may leave
+    return beside & (np.abs(digits - np.rint(digits)) <= 1e-6)
+
+
 def _scalar(value: Any) -> Any:
     """A number that came as an array without dimensions."""
     if isinstance(value, np.generic | np.ndarray) and value.ndim == 0:
@@ -247,10 +265,13 @@ def _scalar(value: Any) -> Any:
 def _kind(value: Any) -> str:
     if value is None:
         return "null"
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "a text", list: "a list",
+    if isinstance(value, str):
+        return "a text"
+    names = {bool: "true or false", int: "an integer", float: "a number", list: "a list",
              dict: "an object"}  # fmt: skip
     return names.get(type(value), f"a {type(value).__name__}")
 
 
 def _shown(value: Any) -> str:
-    return shortened(repr(value) if not isinstance(value, str) else value, 60)
+    """The beginning of a value. What was unpickled may hold itself, or one list ten times over and over."""
+    return shortened(_BRIEF.repr(value) if not isinstance(value, str) else value, 60)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,18 +14,41 @@ from libxd.errors import Status, XdError
 from libxd.imports.json_rows import open_regular
 from libxd.imports.rows import Notes, Row
 
-_MOST_CELL = 1 << 20  # characters
-_BATCH = 1024  # rows of a Parquet file that are held together
+_MOST_CELL, _MOST_LINE = 1 << 20, 1 << 24  # characters
+#: of a Parquet file that are held together: rows, and values of a column
+_ROWS, _VALUES = 1024, 1 << 20
+#: what a column of a row group may unfold to: values and bytes of any file, and of each byte of a larger one. A run of
+#: one value takes a few bytes, whatever its length; that of all columns of a dump no file is made of.
+_MOST_VALUES, _MOST_BYTES, _MOST_UNFOLDED = 1 << 24, 1 << 28, 64
+_LONG = 30  # characters; no integer that is asked for has as many
+
+
+class Cell(str):
+    """A cell of a CSV file: a number there is a text, which in JSON it must not be."""
+
+    def number(self) -> float | None:
+        """The number that stands there; None for what is none, or not finite."""
+        if not self.isascii() or "_" in self:  # Python reads other digits, and 1_0
+            return None
+        try:
+            number = float(self)
+        except ValueError:
+            return None
+        return number if math.isfinite(number) else None
+
+    def integer(self) -> int | None:
+        digits = self.strip().removeprefix("-").removeprefix("+")
+        return int(self) if digits.isascii() and digits.isdecimal() and len(digits) < _LONG else None
 
 
 def of_csv(path: Path, notes: Notes) -> Iterator[Row]:
-    """A row a line below the header, each cell the text that stands there, None where it is empty. UTF-8, commas.
+    """A row a line below the header, each cell a `Cell`, None where it is empty. UTF-8, commas.
 
     XdError 66 or 65: no such file, no header, a name twice in it, a row with another number of cells, no rows.
     """
     csv.field_size_limit(_MOST_CELL)
     with open_regular(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        reader = csv.reader(text, strict=True)
+        reader = csv.reader(_lines(text, path), strict=True)
         header: list[str] | None = None
         count = 0
         while True:
@@ -47,16 +72,26 @@ def of_csv(path: Path, notes: Notes) -> Iterator[Row]:
                               found=len(cells), expected=len(header),
                               hint="was the file still being written?")  # fmt: skip
             count += 1
-            yield Row({name: cell or None for name, cell in zip(header, cells, strict=True)}, where, notes)
+            filled = (Cell(cell) if cell else None for cell in cells)
+            yield Row(dict(zip(header, filled, strict=True)), where, notes)
     if not count:
         raise XdError("holds no rows", code="empty", where=str(path))
 
 
+def _lines(text: io.TextIOWrapper, path: Path) -> Iterator[str]:
+    """The lines, with their ends. XdError 65 for one that is longer than any that is held."""
+    for number, line in enumerate(iter(lambda: text.readline(_MOST_LINE + 1), ""), 1):
+        if len(line) > _MOST_LINE:
+            raise XdError("a line is too long", code="too-large", where=f"{path}:{number}",
+                          expected=f"at most {_MOST_LINE} characters")  # fmt: skip
+        yield line
+
+
 def _header(cells: list[str], where: str) -> list[str]:
     names = [cell.strip() for cell in cells]
-    for name in names:
-        if names.count(name) > 1:
-            raise XdError("a column stands twice in the header", code="not-csv", where=where, found=name)
+    name, count = Counter(names).most_common(1)[0]
+    if count > 1:
+        raise XdError("a column stands twice in the header", code="not-csv", where=where, found=name)
     return names
 
 
@@ -72,9 +107,8 @@ def of_parquet(path: Path, notes: Notes) -> Iterator[Row]:
     count = 0
     try:
         with parquet.ParquetFile(path, memory_map=True) as file:
-            for batch in file.iter_batches(batch_size=_BATCH):
-                names = batch.schema.names
-                for fields in _of_batch(batch, names):
+            for batch in file.iter_batches(batch_size=_rows_together(file.metadata, path)):
+                for fields in _of_batch(batch):
                     yield Row(fields, f"{path}[{count}]", notes)
                     count += 1
     except (pyarrow.ArrowException, OSError) as error:
@@ -84,8 +118,28 @@ def of_parquet(path: Path, notes: Notes) -> Iterator[Row]:
         raise XdError("holds no rows", code="empty", where=str(path))
 
 
-def _of_batch(batch: Any, names: list[str]) -> Iterator[dict[str, Any]]:
+def _rows_together(metadata: Any, path: Path) -> int:
+    """How many rows make a batch of bounded size. XdError 65 where a small file says that it unfolds to a large one."""
+    size, fewest = path.stat().st_size, _ROWS
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        for column in map(group.column, range(group.num_columns)):
+            for found, most, what in (
+                (column.num_values, _MOST_VALUES, "values"),
+                (column.total_uncompressed_size, _MOST_BYTES, "bytes"),
+            ):
+                if found > max(most, _MOST_UNFOLDED * size):
+                    raise XdError(f"a column unfolds to more {what} than a file of its size is made for",
+                                  code="too-large", where=str(path), path=f"/{column.path_in_schema}", found=found,
+                                  expected=f"at most {max(most, _MOST_UNFOLDED * size)}",
+                                  hint="write it without dictionaries and compression")  # fmt: skip
+            fewest = min(fewest, _VALUES * group.num_rows // max(column.num_values, 1))
+    return max(fewest, 1)
+
+
+def _of_batch(batch: Any) -> Iterator[dict[str, Any]]:
     """The batch's rows: a list column's values as a list, a number as one, None for null."""
+    names = batch.schema.names
     columns = [column.to_pylist() for column in batch.columns]
     for values in zip(*columns, strict=True):
         yield dict(zip(names, values, strict=True))

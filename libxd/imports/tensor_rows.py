@@ -5,8 +5,10 @@ A tensor [B, …] is a column of B rows, so is a list of B values; anything else
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,11 @@ import numpy as np
 from libxd.errors import Status, XdError
 from libxd.imports.json_rows import open_regular
 from libxd.imports.rows import Misfit, Notes, Row
+from libxd.strictjson import pointer_to
 from libxd.tensors import TensorFile
 
+#: values of a tensor that repeats what it is saved with: a view of one number may say that it has any shape
+_MOST_EXPANDED = 1 << 24
 _GLOBAL = re.compile(r"(?:GLOBAL|Unsupported class)\s+`?([\w.]+)")
 _OWN_WORDS = "WeightsUnpickler error: "  # torch's, after much advice to read it unsafely
 
@@ -124,10 +129,15 @@ def _plain(value: Any, where: str, name: str) -> Any:
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
         value = value.detach()
         try:
+            if value.numel() > _MOST_EXPANDED and value.nbytes > value.untyped_storage().nbytes():
+                raise XdError("is a view that repeats its values, larger than any that is unfolded", code="too-large",
+                              where=where, path=pointer_to("", str(name)), found=list(value.shape),
+                              expected=f"at most {_MOST_EXPANDED} values",
+                              hint="save .contiguous() of it")  # fmt: skip
             return (value.float() if "bfloat16" in str(value.dtype) else value).numpy()
         except (RuntimeError, TypeError) as error:  # sparse, nested, without data, float8, quantised
-            raise XdError("is no dense tensor of numbers", code="bad-tensor", where=where, path=f"/{name}",
-                          found=f"{value.dtype}, {value.layout}, {value.device}",
+            raise XdError("is no dense tensor of numbers", code="bad-tensor", where=where,
+                          path=pointer_to("", str(name)), found=f"{value.dtype}, {value.layout}, {value.device}",
                           hint="save .to_dense() of it, or .float()") from error  # fmt: skip
     return value
 
@@ -140,12 +150,25 @@ def _load(path: Path) -> Any:
     except ImportError as error:
         raise XdError("needs torch, which is not installed here", status=Status.REFUSED, code="no-torch",
                       where=str(path), hint="install it, or save the tensors as safetensors") from error
+    _require_stored(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a pickle's age; what it means for us is said below
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # whatever a damaged or hostile file makes of the unpickler; nothing in it has run
         raise _refused(path, error) from error
+
+
+def _require_stored(path: Path) -> None:
+    """XdError 65 for an archive with a member that is compressed, which may be small and unfold to anything. torch.save
+    compresses none."""
+    members = []
+    with contextlib.suppress(zipfile.BadZipFile, NotImplementedError, ValueError), zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+    for member in members:
+        if member.compress_type != zipfile.ZIP_STORED:
+            raise XdError("is an archive with compressed members, which torch.save writes none of", where=str(path),
+                          code="bad-torch-file", found=member.filename)  # fmt: skip
 
 
 def _refused(path: Path, error: Exception) -> XdError:

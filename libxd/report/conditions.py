@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from libxd import canon
 from libxd.effect import conditions
-from libxd.plain import plain
+from libxd.plain import leaves
 from libxd.rundir import SIDES, Attempt
 
 
@@ -22,7 +21,7 @@ def compared(attempts: Sequence[tuple[str, Attempt]]) -> dict[str, Any]:
     for name, attempt in attempts:
         materialized = attempt.materialized()
         for side in SIDES:
-            flat = dict(_flat(conditions(materialized, side)))
+            flat = dict(leaves(conditions(materialized, side)))
             first[side] = first[side] or flat
             for path, value in flat.items():
                 seen[side].setdefault(path, {}).setdefault(value, []).append(name)
@@ -44,16 +43,3 @@ def _values(values: dict[str, list[str]], names: list[str]) -> list[dict[str, An
     return [{"value": value, "cases": members} for value, members in values.items()] + (
         [{"value": None, "cases": left}] if left else []
     )
-
-
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """(path, value as text) of each leaf; a list of words is one."""
-    if isinstance(value, dict):
-        for key, item in sorted(value.items()):
-            yield from _flat(item, f"{path}.{plain(key)}" if path else plain(key))
-    elif isinstance(value, list) and all(isinstance(item, str) for item in value):
-        yield path, plain(" ".join(value)) or "none"
-    elif value is None:
-        yield path, "none"
-    else:
-        yield path, plain(value if isinstance(value, str) else canon.dumps(value).decode())

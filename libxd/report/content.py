@@ -50,10 +50,7 @@ def read(rows: list[Row], vocabulary: Vocabulary | None, redact: bool, done: Cal
     """
     found = table.tables(rows)
     if len(found) != 1:
-        tables = [(each.rows[0].requested["experiment_id"], each.threshold) for each in found]
-        named = ", ".join(f"{experiment} under {threshold:.6g} nats" for experiment, threshold in tables)
-        raise XdError("a report is of one experiment under one threshold", code="several-experiments",
-                      found=named or "no rows", expected="one", hint="give the attempts of one")  # fmt: skip
+        raise _several(found)
     (judged,) = found
     first, imported = judged.rows[0].requested, judged.rows[0].is_imported
     seen = [row for row in judged.rows if row.comparison] or judged.rows[:1]
@@ -91,6 +88,16 @@ def read(rows: list[Row], vocabulary: Vocabulary | None, redact: bool, done: Cal
         ),
     }
     return Report(judged, {**value, "answer": answer.of(value)})
+
+
+def _several(found: list[Table]) -> XdError:
+    """Tables that one report cannot hold, and which attempts each of them has."""
+    named = ", ".join(f"{each.rows[0].requested['experiment_id']} under {each.threshold:.6g} nats" for each in found)
+    attempts = [[str(row.attempt) for row in each.rows if row.attempt] for each in found]
+    each = (shlex.quote(some[0]) + (f" and {len(some) - 1} more" if some[1:] else "") for some in attempts if some)
+    hint = f"give the attempts of one: {', or '.join(each)}"
+    return XdError("a report is of one experiment under one threshold", code="several-experiments",
+                   found=named or "no rows", expected="one", hint=hint)  # fmt: skip
 
 
 def _identity(identities: list[dict[str, Any]]) -> dict[str, Any]:

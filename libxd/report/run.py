@@ -10,7 +10,7 @@ from typing import Any
 from libxd import planner, resume, strictjson
 from libxd.errors import Status, XdError
 from libxd.knobs import CATALOG
-from libxd.rundir import ATTEMPT_ID, CASE_ID, Attempt, RunDirectory
+from libxd.rundir import CASE_ID, Attempt, RunDirectory
 
 _CATALOG = list(CATALOG)
 
@@ -30,9 +30,12 @@ def find(path: str) -> Found:
     Without a plan.jsonl its rows are the requests of the attempts that lie there. XdError 66 when nothing is there, 65
     when it is neither.
     """
-    absolute = Path(os.path.abspath(path))
-    if ATTEMPT_ID.match(absolute.name) and CASE_ID.match(absolute.parent.name):
+    if Attempt.is_named_by(path):
         return Found([Attempt.open(path)])
+    absolute = Path(os.path.abspath(path))
+    if absolute.is_file():
+        raise XdError("is a file, and a report is of attempts", code="no-run", where=path,
+                      hint="give runs/<experiment>, or attempts")  # fmt: skip
     if not absolute.is_dir():
         raise XdError("no such run directory", status=Status.MISSING, code="missing", where=path)
     if not (absolute / "cases").is_dir():

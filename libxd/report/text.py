@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
 from libxd import table_text
-from libxd.plain import plain
+from libxd.plain import WIDTH, wrapped
 from libxd.report.answer import interval
 from libxd.report.content import Report
 from libxd.report.words import logprob
 from libxd.rundir import SIDES
-from libxd.table_text import WIDTH
 
 _HEAD = ("changed knob", "side", "effect", "floor", "drift, change")
 
@@ -22,25 +20,20 @@ def lines(report: Report, style: Callable[[str, str], str] = lambda text, what: 
     value = report.value
     title, *_ = table_text.title(report.table)
     answer = value["answer"]
-    out = [title, "", *(style(line, "heading") for line in _wrapped(answer["what"], ""))]
+    out = [title, "", *(style(line, "heading") for line in wrapped(answer["what"]))]
     out += ["", style("Which knob", "heading")]
     for group in answer["which"]:
-        out += _wrapped(group["said"], "- ")
+        out += wrapped(group["said"], "- ")
         width = max((len(each["case"]) for each in group["cases"]), default=0)
         out += [f"    {each['case'].ljust(width)}  {each['said']}".rstrip() for each in group["cases"]]
         out += [f"    and {group['more']} more"] if group["more"] else []
-    out += ["", style("How sure", "heading"), *(line for each in answer["sure"] for line in _wrapped(each, "- "))]
+    out += ["", style("How sure", "heading"), *(line for each in answer["sure"] for line in wrapped(each, "- "))]
     out += ["", *table_text.lines(report.table, style)[len(table_text.title(report.table)) + 1 :]]
     out += _effects(value)
     out += _causes(value)
     out += _worst(value)
     out += _conditions(value)
     return out
-
-
-def _wrapped(text: str, mark: str) -> list[str]:
-    indent = " " * len(mark)
-    return textwrap.wrap(plain(text), WIDTH, initial_indent=mark, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _effects(value: dict[str, Any]) -> list[str]:
@@ -59,7 +52,7 @@ def _effects(value: dict[str, Any]) -> list[str]:
         "What each change moved, mean and 95 % interval in nats a token. Effect: |logprob here - logprob of the "
         "baseline|. Drift: |training - rollout|, its change against the baseline's; below 0 the two sides are nearer."
     )
-    return ["", *_wrapped(about, ""), "", *_columns(_HEAD, rows)]
+    return ["", *wrapped(about), "", *_columns(_HEAD, rows)]
 
 
 def _causes(value: dict[str, Any]) -> list[str]:
@@ -67,8 +60,8 @@ def _causes(value: dict[str, Any]) -> list[str]:
     out = []
     for case in value["cases"]:
         for found in case.get("findings", ()):
-            out += _wrapped(f"{case['name']}: {found['cause']} ({found['likelihood']:g}), {found['summary']}", "- ")
-            out += [line for each in (*found["evidence"], *found["next"]) for line in _wrapped(each, "    ")]
+            out += wrapped(f"{case['name']}: {found['cause']} ({found['likelihood']:g}), {found['summary']}", "- ")
+            out += [line for each in (*found["evidence"], *found["next"]) for line in wrapped(each, "    ")]
     return ["", "Candidate causes, most likely first:", *out] if out else []
 
 
@@ -100,7 +93,7 @@ def _conditions(value: dict[str, Any]) -> list[str]:
     for entry in value["conditions"]["differing"]:
         for each in entry["values"]:
             named = ", ".join(each["cases"][:3]) + (f" and {len(each['cases']) - 3} more" if each["cases"][3:] else "")
-            out += _wrapped(f"{entry['side']} {entry['path']}: {each['value'] or 'not set'} in {named}", "- ")
+            out += wrapped(f"{entry['side']} {entry['path']}: {each['value'] or 'not set'} in {named}", "- ")
     return ["", "Environments that differ between cases:", *out] if out else []
 
 

@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from libxd.plain import number, plain
+from libxd.plain import value as plain_value
 from libxd.report.marks import MARKS, TONES
 
 
@@ -19,7 +20,7 @@ def value_of(value: Any) -> str:
     """A knob's value; a dash for none."""
     if value is None:
         return "–"
-    return text(str(value).lower() if isinstance(value, bool) else value)
+    return escape(plain_value(value))
 
 
 def logprob(value: float | None) -> str:
@@ -33,7 +34,7 @@ def changed(case: dict[str, Any]) -> str:
     """What a case changes, each value in bold; an attempt's id where the name has one."""
     if not case["intervention"]:
         return text(case["name"])
-    changes = ", ".join(map(_change, case["intervention"]))
+    changes = ", ".join(f"<span>{_change(each)}</span>" for each in case["intervention"])
     twice = case["attempt"] if case["attempt"] and case["name"].endswith(f" {case['attempt']}") else ""
     return f'<span class="knob">{changes}</span>{f" {text(twice)}" if twice else ""}'
 

@@ -73,7 +73,7 @@ def scored(model, tmp_path_factory):
 def reference(model, held=FROZEN):
     """Logprobs float32 [T] of one pass of transformers."""
     transformers = pytest.importorskip("transformers")
-    net = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    net = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, use_safetensors=True).eval()
     found = np.full(held.num_tokens, np.nan, np.float32)
     with torch.inference_mode():
         for s in range(held.num_sequences):

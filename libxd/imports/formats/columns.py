@@ -6,8 +6,6 @@ A column that is mapped must be there.
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -20,6 +18,7 @@ from libxd.imports.files import CSV, JSON, PARQUET
 from libxd.imports.formats.format import Format, joined, unmasked, whole
 from libxd.imports.record import Record
 from libxd.imports.rows import Row
+from libxd.imports.table_rows import Cell
 from libxd.rundir import SIDES
 
 #: columns of a table with a token a row; the rows of a sequence follow one another
@@ -33,7 +32,6 @@ _OF_TOKEN = {"token_id": "token_ids", "active": "active", "logprob": "logprobs",
              "training_logprob": "training_logprobs", "advantage": "advantage"}  # fmt: skip
 _OF_SEQUENCE = ("prompt", "reward", "version")
 _INTEGERS = ("position", "token_id", "version")
-_LONG = 30  # characters; no integer here has as many
 _TRUTH = {"1": True, "0": False, "true": True, "false": False, "True": True, "False": False}
 
 
@@ -157,11 +155,8 @@ class _Table:
             if value not in _TRUTH:
                 raise row.error(column, "is neither 0 nor 1", found=value)
             return _TRUTH[value]
-        number: float = math.nan
-        if value.isascii() and "_" not in value:  # Python reads other digits, and 1_0
-            with contextlib.suppress(ValueError):
-                number = int(value) if target in _INTEGERS and len(value) < _LONG else float(value)
-        if not math.isfinite(number) or (target in _INTEGERS and type(number) is not int):
+        number = Cell(value).integer() if target in _INTEGERS else Cell(value).number()
+        if number is None:
             raise row.error(column, "is no number" if target not in _INTEGERS else "is no integer", found=value[:60],
                             hint="leave a cell empty where there is no value")  # fmt: skip
         return number

@@ -80,6 +80,15 @@ def unmasked(row: Row, ids: np.ndarray, logprobs: Mapping[str, np.ndarray], **ab
     return Record(ids.astype(np.int32), None, None, dict(logprobs), where=row.place, **about)
 
 
+def beside_tokens(
+    row: Row, fields: Mapping[str, str], sides: Sequence[str], active: np.ndarray, padded: int
+) -> dict[str, np.ndarray]:
+    """Side -> float32 [T] of fields of `padded` cells, cell i of token i, of which the first T count: the rollout's
+    where the token was sampled, the training's wherever something comes before."""
+    there = {"rollout": active, "training": np.arange(len(active)) > 0}
+    return {side: only(row.floats(fields[side], padded)[: len(active)], there[side]) for side in sides}
+
+
 def only(values: np.ndarray, where: np.ndarray) -> np.ndarray:
     """float32 values, NaN outside of bool `where`: what stands there is a fill and no logprob."""
     return np.where(where, values, np.float32(np.nan)).astype(np.float32)

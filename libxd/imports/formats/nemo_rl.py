@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from libxd.imports.files import JSON
-from libxd.imports.formats.format import Format, only, whole
+from libxd.imports.formats.format import Format, beside_tokens, whole
 from libxd.imports.record import Record
 from libxd.imports.rows import Row
 
@@ -29,10 +29,7 @@ def _parse(row: Row, sides: Sequence[str]) -> Iterator[Record]:
     if not 0 < length <= len(ids):
         raise row.error("input_lengths", "is not of these tokens", found=length, expected=f"1 to {len(ids)}")
     active = row.mask("token_loss_mask", len(ids))[:length]
-    logprobs = {}
-    for side in sides:
-        values = row.floats(_FIELDS[side], len(ids))[:length]
-        logprobs[side] = only(values, active if side == "rollout" else np.arange(length) > 0)
+    logprobs = beside_tokens(row, _FIELDS, sides, active, len(ids))
     if (row.number("sample_loss_mask") or 0.0) == 0.0 and "sample_loss_mask" in row:
         row.notes.add("sequences are left out of the loss (sample_loss_mask), so that no token of them counts")
         active = np.zeros(length, bool)

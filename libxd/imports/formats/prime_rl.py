@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from libxd.imports.files import JSON
-from libxd.imports.formats.format import Format, only, whole
+from libxd.imports.formats.format import Format, beside_tokens, whole
 from libxd.imports.record import Record
 from libxd.imports.rows import Row
 
@@ -22,12 +22,8 @@ _TRACE = "train_rollouts.jsonl holds messages; turn on the trainer's token expor
 def _parse(row: Row, sides: Sequence[str]) -> Iterator[Record]:
     ids = row.ids("token_ids", _TRACE)
     active = row.mask("loss_mask", len(ids))
-    logprobs = {}
-    for side in sides:
-        values = row.floats(_FIELDS[side], len(ids))
-        logprobs[side] = only(values, active if side == "rollout" else np.arange(len(ids)) > 0)
     yield whole(
-        row, ids, active, logprobs, reward=_reward(row, active),
+        row, ids, active, beside_tokens(row, _FIELDS, sides, active, len(ids)), reward=_reward(row, active),
         advantage=row.floats("advantages", len(ids)) if "advantages" in row else None,
     )  # fmt: skip
 

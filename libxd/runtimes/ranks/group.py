@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from libxd.errors import Status, XdError
+from libxd.runtimes.ranks import wire
 
 #: for the other ranks of a launcher to come, once rank 0 needs them
 MEETING_S = 300.0
@@ -60,23 +61,40 @@ class Group:
 
     def send(self, message: Any) -> None:
         """Rank 0: to all others."""
-        dist.broadcast_object_list([message], src=0, group=self._control)
+        data = _bytes(wire.dumps(message))
+        dist.broadcast(torch.tensor([data.numel()]), src=0, group=self._control)
+        dist.broadcast(data, src=0, group=self._control)
 
     def receive(self) -> Any:
         """The others: the next message of rank 0."""
-        message = [None]
-        dist.broadcast_object_list(message, src=0, group=self._control)
-        return message[0]
+        size = torch.empty(1, dtype=torch.int64)
+        dist.broadcast(size, src=0, group=self._control)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, src=0, group=self._control)
+        return wire.loads(data.numpy().tobytes())
 
     def gather(self, outcome: Any) -> list[Any]:
         """All ranks: their outcomes in rank order, on rank 0; elsewhere an empty list."""
-        outcomes: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(outcome, outcomes, dst=0, group=self._control)
-        return outcomes or []
+        mine = b"" if self.rank == 0 else wire.dumps(outcome)  # rank 0 has its own
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._control)
+        largest = max(map(int, sizes))
+        padded = _bytes(mine.ljust(largest, b"\0"))
+        if self.rank != 0:
+            dist.gather(padded, dst=0, group=self._control)
+            return []
+        said = [torch.empty(largest, dtype=torch.uint8) for _ in sizes]
+        dist.gather(padded, said, dst=0, group=self._control)
+        others = zip(said[1:], sizes[1:], strict=True)
+        return [outcome, *(wire.loads(each.numpy()[: int(size)].tobytes()) for each, size in others)]
 
     def leave(self) -> None:
         self._control = None
         dist.destroy_process_group()
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _not_met(error: RuntimeError, rank: int, world_size: int, patience_s: float) -> XdError:

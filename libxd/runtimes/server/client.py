@@ -172,7 +172,7 @@ def _said(body: bytes) -> str:
     text = body.decode("utf-8", "replace")
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     for name in ("error", "message"):
         value = value.get(name, value) if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""The contract: what the attempt's own verdict found before any number was looked at."""
+"""Where the numbers come from: what an attempt's seal and its own verdict say before any number is looked at."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from libxd.doctor.evidence import Evidence
 from libxd.doctor.finding import FACT, Finding, Rule
 
 RULE = Rule(
-    "contract",
+    "provenance",
     ("tampered", "identity", "artifact"),
     "The attempt's comparison.json is INVALID_IDENTITY or INVALID_ARTIFACT: its entries, as they stand, but for what "
     "was not shown and is pinned nowhere; that is listed under what was not looked at. Of a sealed attempt first: its "
@@ -43,7 +43,9 @@ def _first(lines: list[str]) -> list[str]:
 
 
 def not_shown(evidence: Evidence) -> str | None:
-    """What the verdict could not rest on, for nobody saw it; None where there is nothing."""
+    """What could not be rested on: no attempt is there, or nobody saw it; None where there is nothing."""
+    if evidence.attempt is None:
+        return "needs an attempt: score files by themselves have no identity and no seal"
     places = {each["path"].rpartition("/")[2] for each in _judged(evidence)[0] if each["code"] in _NOT_SHOWN}
     return f"was not shown: {', '.join(sorted(places))}" if places else None
 
