@@ -18,7 +18,7 @@ from materialize_fixtures import ENVIRONMENT, policy
 from libxd import materialize, schema, sequences
 from libxd.runtimes import registry
 
-PAGE = (ROOT / "docs" / "clusters.md").read_text()
+PAGE = (ROOT / "docs" / "cluster.md").read_text()
 #: no CUDA device, wherever this runs
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 #: a node of eight GPUs, for the interpreter of either side
@@ -181,7 +181,7 @@ def test_the_pages_launchers_bring_sixteen_ranks():
         assert asked.training_script == "xd-score" and asked.training_script_args[:2] == ["--side", side]
     scored = [line for line in block("srun").splitlines() if "xd-score" in line]
     assert len(scored) == 2 and all("--ntasks=16" in line for line in scored)
-    script = (ROOT / "examples" / "s3.sbatch").read_text()
+    script = (ROOT / "examples" / "slurm" / "ranks.sbatch").read_text()
     directives = dict(re.findall(r"^#SBATCH --(\S+)=(\d+)$", script, re.M))
     assert directives == {"nodes": "2", "ntasks": "16", "ntasks-per-node": "8", "gpus-per-node": "8"}
 
@@ -232,7 +232,7 @@ def test_the_script_for_slurm_runs_the_chain_over_ranks(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     done = subprocess.run(
-        ["bash", ROOT / "examples" / "s3.sbatch"], cwd=tmp_path, capture_output=True, text=True, timeout=600,
+        ["bash", ROOT / "examples" / "slurm" / "ranks.sbatch"], cwd=tmp_path, capture_output=True, text=True, timeout=600,
         env={**os.environ, "PATH": f"{stubs}:{os.environ['PATH']}", "XD_PYTHON": sys.executable,
              "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[0-1]", "EXP": "cut",
              "CONFIG": str(tmp_path / "cut.json"), "RUNS": str(tmp_path / "runs"), "REPEATS": "0",
