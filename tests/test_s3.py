@@ -232,7 +232,7 @@ def test_the_script_for_slurm_runs_the_chain_over_ranks(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     done = subprocess.run(
-        ["bash", ROOT / "examples" / "slurm" / "ranks.sbatch"], cwd=tmp_path, capture_output=True, text=True, timeout=600,
+        ["bash", ROOT / "examples/slurm/ranks.sbatch"], cwd=tmp_path, capture_output=True, text=True, timeout=600,
         env={**os.environ, "PATH": f"{stubs}:{os.environ['PATH']}", "XD_PYTHON": sys.executable,
              "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[0-1]", "EXP": "cut",
              "CONFIG": str(tmp_path / "cut.json"), "RUNS": str(tmp_path / "runs"), "REPEATS": "0",

@@ -46,7 +46,7 @@ xd-plan experiments/s0.json | xd-resume --runs runs --answers | xd-compare --tab
     "--index",
     type=click.IntRange(min=0),
     metavar="I",
-    help="Look at one row alone, the one that I rows stand before: 0 is the first. Beyond the last there is nothing to do.",
+    help="Look at row I alone; the first is 0. Beyond the last there is nothing to do.",
 )
 @click.option(
     "--stride",
