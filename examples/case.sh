@@ -17,6 +17,6 @@ export PATH="$PWD/tools:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 xd-resume -q "$plan" --index "$index" $stride --runs "$runs" "${policy[@]}" |
     xd-materialize -q --runs "$runs" "${policy[@]}" | xd-score -q --side rollout | xd-score -q --side training |
     xd-compare -q | xd-seal -q
-failed=0
-for status in "${PIPESTATUS[@]}"; do [ "$status" = 69 ] || [ "$status" = 0 ] || failed=$status; done
+codes=("${PIPESTATUS[@]}") failed=0
+for code in "${codes[@]}"; do [ "$code" = 0 ] || [ "$code" = 69 ] || failed=$code; done
 exit "$failed"
