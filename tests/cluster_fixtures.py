@@ -22,7 +22,7 @@ from typing import Any
 from libxd.rundir import SEAL
 
 ROOT = Path(__file__).resolve().parent.parent
-POLICY = ("--runtime", "cpu-smoke")
+POLICY = "--runtime cpu-smoke"
 #: what a verdict is: where these are equal, byte for byte, the same was found
 JUDGED = ("comparison.json", "token_diffs.safetensors", "actual.json")
 _PATIENCE_S = 300.0
@@ -77,11 +77,10 @@ def experiment(place: Path, cases: int) -> Path:
 
 
 def on_one_machine(plan: Path, runs: Path, **variables: str) -> None:
-    """The chain, one pipe, undisturbed."""
-    policy = " ".join(POLICY)
-    shell(f'xd-resume -q "$1" --runs "$2" {policy} | xd-materialize -q --runs "$2" {policy} |'
-          " xd-score -q --side rollout | xd-score -q --side training | xd-compare -q | xd-seal -q > /dev/null",
-          ROOT, tools_environment(**variables), str(plan), str(runs))  # fmt: skip
+    """The chain, one pipe, undisturbed. $POLICY: what scores."""
+    shell('xd-resume -q "$1" --runs "$2" $POLICY | xd-materialize -q --runs "$2" $POLICY | xd-score -q --side rollout |'
+          " xd-score -q --side training | xd-compare -q | xd-seal -q > /dev/null",
+          ROOT, tools_environment(**{"POLICY": POLICY, **variables}), str(plan), str(runs))  # fmt: skip
 
 
 def verdicts(runs: Path) -> dict[tuple[str, int], tuple[str, ...]]:
@@ -122,7 +121,7 @@ class Held:
 class Gates:
     """FIFOs at which tasks are held as the engine of a side starts, until they are ended or let through."""
 
-    def __init__(self, place: Path, where: dict[int, str]) -> None:
+    def __init__(self, place: Path, where: dict[int, str], runtime: str = "CPU_SMOKE") -> None:
         """where: task -> the side as whose engine it is held."""
         self._place = place
         place.mkdir()
@@ -133,7 +132,7 @@ class Gates:
         interpreter.write_text(_HOLDING)
         interpreter.chmod(0o755)
         self.environment = {"XD_GATES": str(place), "XD_HELD_PYTHON": sys.executable,
-                            "XD_PYTHON_CPU_SMOKE": str(interpreter)}  # fmt: skip
+                            f"XD_PYTHON_{runtime}": str(interpreter)}  # fmt: skip
 
     def each(self) -> Iterator[Held]:
         """Each held task once, as they come; it stays held until the consumer has ended it, and is then let through."""
@@ -172,11 +171,15 @@ class Slurm:
         self.environment["SLURM_CONF"] = self._local("start").partition("=")[2].strip()
 
     def __call__(self, *words: object, place: Path = ROOT, **variables: str) -> str:
-        """What one of its commands prints. A job array that lost tasks is no failure of `sbatch --wait`."""
+        """What one of its commands prints."""
         done = subprocess.run(list(map(str, words)), cwd=place, env={**self.environment, **variables},
                               capture_output=True, text=True)  # fmt: skip
-        assert done.returncode == 0 or "--wait" in words, f"{words}: {done.stderr}"
+        assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout.strip()
+
+    def wait(self, job: str) -> None:
+        """Until a job, and each task of an array, has ended, however that was (`sbatch --wait` asks now and then)."""
+        self("srun", "-Q", "-n1", f"--dependency=afterany:{job}", "true")
 
     def tasks(self, array: str) -> dict[int, dict[str, Any]]:
         """task -> what the controller remembers of it: JobState, Restarts, NodeList."""

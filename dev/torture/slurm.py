@@ -68,18 +68,19 @@ def torture(place: Path, tasks: int, every: int) -> bool:
     check("every row has a verdict on one machine", len(alone) == tasks, len(alone))
 
     with cluster.slurm() as slurm:
-        empty_s = _empty_array(slurm, place)
+        empty_s = _empty_array(slurm)
         print(f"        {EMPTY_TASKS} empty tasks: {1000 * empty_s / EMPTY_TASKS:.0f} ms a task", flush=True)
         ways, sides = cluster.spread(tasks, every)
         started = time.monotonic()
         gates = cluster.Gates(place / "gates", sides)
-        environment = {"POLICY": " ".join(cluster.POLICY), **gates.environment}
+        environment = {"POLICY": cluster.POLICY, **gates.environment}
         array = slurm("sbatch", "--parsable", f"--array=0-{tasks - 1}", "--output=%A_%a.log",
                       "examples/slurm/array.sbatch", plan, place=place, **environment)  # fmt: skip
         for held in gates.each():
             cluster.disturb(slurm, array, held, ways[held.task])
-        slurm("sbatch", "--wait", f"--dependency=afterany:{array}", "--output=judge.log",
-              "examples/slurm/judge.sbatch", plan, array, place=place)  # fmt: skip
+        judge = slurm("sbatch", "--parsable", f"--dependency=afterany:{array}", "--output=judge.log",
+                      "examples/slurm/judge.sbatch", plan, array, place=place)  # fmt: skip
+        slurm.wait(judge)
         wall_s = time.monotonic() - started
         records = slurm.tasks(array)
         ended = Counter(each["JobState"] for each in records.values())
@@ -98,11 +99,10 @@ def torture(place: Path, tasks: int, every: int) -> bool:
 
         started = time.monotonic()
         resumed = slurm("bash", "-euo", "pipefail", "-c", cluster.block("examples/slurm/README.md", "resume"),
-                        place=place, RUNS="runs", PLAN=str(plan), POLICY=" ".join(cluster.POLICY))  # fmt: skip
+                        place=place, RUNS="runs", PLAN=str(plan), POLICY=cluster.POLICY)  # fmt: skip
         left = len((place / "left.jsonl").read_text().splitlines())
         check("xd-resume names what was lost", left == len(lost), f"{left} rows")
-        slurm("sbatch", "--wait", f"--dependency=afterany:{resumed.split()[-1]}", "--output=last.log", "--wrap=true",
-              place=place)  # fmt: skip
+        slurm.wait(resumed.split()[-1])
         print(f"        the rest: {time.monotonic() - started:.0f} s")
     found = cluster.verdicts(place / "runs")
     check("all verdicts are the one machine's, to the byte", found == alone, len(found))
@@ -114,10 +114,10 @@ def torture(place: Path, tasks: int, every: int) -> bool:
     return all(checks)
 
 
-def _empty_array(slurm: cluster.Slurm, place: Path) -> float:
+def _empty_array(slurm: cluster.Slurm) -> float:
     """Seconds that an array of empty tasks takes."""
     started = time.monotonic()
-    slurm("sbatch", "--wait", f"--array=0-{EMPTY_TASKS - 1}", "--output=/dev/null", "--wrap=true", place=place)
+    slurm.wait(slurm("sbatch", "--parsable", f"--array=0-{EMPTY_TASKS - 1}", "--output=/dev/null", "--wrap=true"))
     return time.monotonic() - started
 
 
