@@ -16,11 +16,8 @@ from libxd.policy import Policy
 from libxd.rundir import RunDirectory
 
 EXAMPLES = """
-# what is left of an experiment, here and now
+# what is left of an experiment, here and now (of the rows of task 3 of 64: --index 3 --stride 64)
 xd-plan experiments/s0.json | xd-resume --runs runs --runtime cpu-smoke --allow-smoke-operators
-
-# task 3 of 64 that share a plan: rows 3, 67, 131 ...
-xd-resume runs/s0/plan.jsonl --index 3 --stride 64 --runs runs --runtime cpu-smoke
 
 # the attempts that answer it, wherever they were measured, as a table
 xd-plan experiments/s0.json | xd-resume --runs runs --answers | xd-compare --table
