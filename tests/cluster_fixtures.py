@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 POLICY = "--runtime cpu-smoke"
 #: what a verdict is: where these are equal, byte for byte, the same was found
 JUDGED = ("comparison.json", "token_diffs.safetensors", "actual.json")
-_PATIENCE_S = 300.0
+_PATIENCE_S = 600.0
 
 #: an interpreter that waits, as the engine of a side, where $XD_GATES has a FIFO of its task and side
 _HOLDING = """#!/bin/sh
@@ -167,7 +167,8 @@ class Slurm:
     """A controller and two node daemons, by dev/slurm-local."""
 
     def __init__(self, place: str) -> None:
-        self.environment = tools_environment(SLURM_LOCAL=f"{place}/slurm")
+        # a processor a node: who preempts one task preempts no other
+        self.environment = tools_environment(SLURM_LOCAL=f"{place}/slurm", SLURM_LOCAL_CPUS="1")
         self.environment["SLURM_CONF"] = self._local("start").partition("=")[2].strip()
 
     def __call__(self, *words: object, place: Path = ROOT, **variables: str) -> str:
