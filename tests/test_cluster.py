@@ -197,6 +197,17 @@ def test_the_plan_of_the_readme_can_be_planned(site):
     assert (site.place / "runs" / "s0" / "plan.jsonl").read_text().count("\n") > 10
 
 
+def test_the_two_ranks_of_the_readme_are_what_its_command_asks_for(site):
+    """A world of the engines, a task of Slurm each."""
+    asked = re.search(r"--ntasks=(\d+) --ntasks-per-node=1 ", readme("ranks"))[1]
+    planned = site.xd("xd-plan", "-q", ROOT / re.search(r"CONFIG=(\S+)", readme("ranks"))[1])
+    assert planned.status == 0, planned.err
+    for line in planned.out.splitlines():
+        values = json.loads(line)["values"]
+        world = values["rollout.tensor_parallel_size"] * values["rollout.context_parallel_size"]
+        assert (str(world), values["training.sharding"]) == (asked, "fsdp")
+
+
 def test_a_job_array_that_loses_tasks_and_is_resumed(site, one_machine):
     """On a real Slurm: as they score one task is cancelled, one's scorer is killed, one is preempted."""
     if not cluster.slurm_is_installed():
