@@ -232,7 +232,7 @@ test-examples: $(VENV_LLAMACPP)/.ready ## the tests of examples/xd-runtime-llama
 .PHONY: lint
 lint: setup ## ruff and shellcheck
 	ruff check .
-	shellcheck -x tools/xd-* tools/start.sh .ci/run tests/*.sh examples/*.sbatch
+	shellcheck -x tools/xd-* tools/start.sh .ci/run tests/*.sh dev/slurm-local examples/*.sh examples/slurm/*.sbatch
 
 .PHONY: docs
 docs: setup ## write docs/tools/*.md anew from --help

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from libxd.policy import Policy
 from libxd.rundir import RunDirectory
 
 EXAMPLES = """
-# what is left of an experiment, here and now
+# what is left of an experiment, here and now (of the rows of task 3 of 64: --index 3 --stride 64)
 xd-plan experiments/s0.json | xd-resume --runs runs --runtime cpu-smoke --allow-smoke-operators
 
 # the attempts that answer it, wherever they were measured, as a table
@@ -38,6 +39,18 @@ xd-plan experiments/s0.json | xd-resume --runs runs --answers | xd-compare --tab
     type=console.PATH,
     help="Write the pending rows into DIR, a file for all that can share engines, and print these paths.",
 )
+@click.option(
+    "--index",
+    type=click.IntRange(min=0),
+    metavar="I",
+    help="Look at row I alone; the first is 0. Beyond the last there is nothing to do.",
+)
+@click.option(
+    "--stride",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --index, which is then below N: every Nth row from there on. Tasks 0 to N-1 share all rows.",
+)
 @click.option("--exit-code", is_flag=True, help="Answer 1 when work is left.")
 def cli(
     console: Console,
@@ -46,6 +59,8 @@ def cli(
     policy: Policy | None,
     answers: bool,
     groups: Path | None,
+    index: int | None,
+    stride: int | None,
     exit_code: bool,
 ) -> None:
     """Read plan rows (files or stdin) and print those that no sealed attempt answers yet.
@@ -58,12 +73,14 @@ def cli(
         raise click.UsageError("say with --runtime what the rows would be scored with")
     if groups is not None and answers:
         raise click.UsageError("--groups and --answers exclude each other")
+    if stride is not None and (index is None or index >= stride):
+        raise click.UsageError(f"of --stride {stride} an --index says which share to take: 0 to {stride - 1}")
     environments = policy.environments() if policy else None
     states: Counter[str] = Counter()
     given = 0
     grouped: dict[str, list[dict[str, Any]]] = {}
     otherwise: list[str] = []
-    for where, line in console.rows(rows, "plan rows"):
+    for where, line in _share(console.rows(rows, "plan rows"), index, stride):
         given += 1
         with console.guard(where):
             row = planner.read_row(line, where)
@@ -86,7 +103,9 @@ def cli(
         for name, members in grouped.items():
             with console.guard(str(groups)):
                 console.emit(_write_group(groups, name, members))
-    if not answers:
+    if index is not None and not given and not console.status:
+        console.info(f"nothing to do: there is no row {index}")
+    elif not answers:
         console.info(_summary(states, failed=given - states.total()))
         if otherwise:
             console.info(f"{len(otherwise)} of them are sealed under other conditions: {otherwise[0]}")
@@ -94,6 +113,13 @@ def cli(
         console.info(f"no attempt under {runs} answers any of {given} rows")
     if exit_code and states["pending"]:
         console.answer_no()
+
+
+def _share(rows: Iterable[tuple[str, bytes]], index: int | None, stride: int | None) -> Iterator[tuple[str, bytes]]:
+    """The rows of one task. All are read, whichever are its own: who writes them into a pipe is not cut off."""
+    for number, row in enumerate(rows):
+        if index is None or number == index or (stride is not None and number % stride == index):
+            yield row
 
 
 def _summary(states: Counter[str], failed: int) -> str:

@@ -18,7 +18,7 @@ from materialize_fixtures import ENVIRONMENT, policy
 from libxd import materialize, schema, sequences
 from libxd.runtimes import registry
 
-PAGE = (ROOT / "docs" / "clusters.md").read_text()
+PAGE = (ROOT / "docs" / "cluster.md").read_text()
 #: no CUDA device, wherever this runs
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 #: a node of eight GPUs, for the interpreter of either side
@@ -181,7 +181,7 @@ def test_the_pages_launchers_bring_sixteen_ranks():
         assert asked.training_script == "xd-score" and asked.training_script_args[:2] == ["--side", side]
     scored = [line for line in block("srun").splitlines() if "xd-score" in line]
     assert len(scored) == 2 and all("--ntasks=16" in line for line in scored)
-    script = (ROOT / "examples" / "s3.sbatch").read_text()
+    script = (ROOT / "examples" / "slurm" / "ranks.sbatch").read_text()
     directives = dict(re.findall(r"^#SBATCH --(\S+)=(\d+)$", script, re.M))
     assert directives == {"nodes": "2", "ntasks": "16", "ntasks-per-node": "8", "gpus-per-node": "8"}
 
@@ -195,6 +195,9 @@ while words[0].startswith("--"):
     options[name] = value
 assert options["--cpu-bind"] == options["--gpu-bind"] == "none"
 tasks = int(options.get("--ntasks", os.environ["SLURM_NTASKS"]))
+if words[0] == "torchrun":  # only looked at
+    print(options["--ntasks-per-node"], *words, file=open(os.environ["SRUN_LOG"], "a"))
+    sys.exit(69)
 with open(os.environ["SRUN_LOG"], "a") as log:
     print(tasks, *words[:3], file=log)
 started = [
@@ -206,8 +209,10 @@ sys.exit(max(task.wait() for task in started))
 """
 
 
-def test_the_script_for_slurm_runs_the_chain_over_ranks(tmp_path):
-    """All of it, with two tasks of a stand-in for srun and a tiny model: s3-eager cut down to a CPU."""
+@pytest.fixture
+def ranks_sbatch(tmp_path):
+    """`ranks_sbatch(**variables)`: the script as two tasks of a stand-in for srun, on s3-eager cut down to a CPU and a
+    tiny model."""
     save_model(tmp_path / "tiny")
     sequences.write(tmp_path / "tiny.safetensors", frozen())
     config = json.loads((ROOT / "experiments" / "s3-eager.json").read_text()) | {"experiment_id": "cut"}
@@ -231,13 +236,39 @@ def test_the_script_for_slurm_runs_the_chain_over_ranks(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    done = subprocess.run(
-        ["bash", ROOT / "examples" / "s3.sbatch"], cwd=tmp_path, capture_output=True, text=True, timeout=600,
-        env={**os.environ, "PATH": f"{stubs}:{os.environ['PATH']}", "XD_PYTHON": sys.executable,
-             "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[0-1]", "EXP": "cut",
-             "CONFIG": str(tmp_path / "cut.json"), "RUNS": str(tmp_path / "runs"), "REPEATS": "0",
-             "MASTER_PORT": str(port), "SRUN_LOG": str(tmp_path / "srun.log")},
-    )  # fmt: skip
+    environment = {
+        **os.environ, "PATH": f"{stubs}:{os.environ['PATH']}", "XD_PYTHON": sys.executable,
+        "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[0-1]", "EXP": "cut",
+        "CONFIG": str(tmp_path / "cut.json"), "RUNS": str(tmp_path / "runs"), "REPEATS": "0",
+        "MASTER_PORT": str(port), "SRUN_LOG": str(tmp_path / "srun.log"),
+    }  # fmt: skip
+
+    def call(**variables):
+        return subprocess.run(["bash", ROOT / "examples/slurm/ranks.sbatch"], cwd=tmp_path, capture_output=True,
+                              text=True, timeout=600, env={**environment, **variables})  # fmt: skip
+
+    return call
+
+
+def test_by_torchrun_the_script_starts_one_a_node(ranks_sbatch, tmp_path):
+    """What it would be told, read by torchrun's own parser; it goes no further than what a task of srun is given."""
+    run = pytest.importorskip("torch.distributed.run")
+    ranks_sbatch(LAUNCHER="torchrun", SLURM_NNODES="2", SLURM_JOB_ID="7")
+    steps = [line.split() for line in (tmp_path / "srun.log").read_text().splitlines()]
+    lines = [step for step in steps if step[1] == "torchrun"]
+    assert lines and {line[line.index("--side") + 1] for line in lines} == {"rollout"}  # nothing came out of it
+    for a_node, launcher, *words in lines:
+        asked = run.get_args_parser().parse_args(words)
+        assert (a_node, launcher) == ("1", "torchrun") and asked.no_python
+        assert (asked.nnodes, asked.nproc_per_node, asked.rdzv_backend, asked.rdzv_id) == ("2", "1", "c10d", "7")
+        assert asked.rdzv_endpoint.startswith("127.0.0.1:") and asked.training_script == "xd-score"
+    refused = ranks_sbatch(LAUNCHER="mpirun", SLURM_NNODES="2")
+    assert refused.returncode == 2 and refused.stderr == "LAUNCHER=mpirun: srun or torchrun?\n"
+
+
+def test_the_script_for_slurm_runs_the_chain_over_ranks(ranks_sbatch, tmp_path):
+    """All of it: from plan to table."""
+    done = ranks_sbatch()
     assert done.returncode == 0, done.stderr
     table = done.stdout.splitlines()
     assert [next(line.split()[1] for line in table if line.startswith(case)) for case in (
