@@ -60,7 +60,11 @@ def leaves(given: Any, path: str = "") -> Iterator[tuple[str, str]]:
     elif given is None:
         yield path, "none"
     else:
-        yield path, plain(given if isinstance(given, str) else json.dumps(given, sort_keys=True, ensure_ascii=False))
+        yield path, plain(given if isinstance(given, str) else _compact(given))
+
+
+def _compact(given: Any) -> str:
+    return json.dumps(given, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
 def wrapped(text: str, first: str = "", rest: str | None = None) -> list[str]:

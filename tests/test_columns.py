@@ -40,6 +40,8 @@ def test_a_number_a_sequence_in_every_form(tmp_path):
     for path in files:
         found = read(path)
         assert (found.level, found.values.tolist(), found.groups) == ("sequence", GIVEN, None)
+    path = text(tmp_path / "a.json", json.dumps([{"advantage": value} for value in GIVEN], indent=1))
+    assert read(path).values.tolist() == GIVEN
     for dtype in (np.float16, np.float32, np.float64):
         path = tmp_path / f"{dtype.__name__}.safetensors"
         tensors.write(path, {"advantages": np.array(GIVEN, dtype)}, {})
@@ -63,6 +65,19 @@ def test_a_number_a_token_in_every_form(tmp_path):
     np.testing.assert_array_equal(columns.read(path, "advantage", four).values, [nan, 1, 2, nan, 4])
     tensors.write(tmp_path / "all.safetensors", {"advantage": np.array([nan, 1, 2, nan, 4])}, {})
     assert read(tmp_path / "all.safetensors").values[LAYOUT.active].tolist() == [1, 2, 4]
+
+
+def test_a_parquet_file_is_a_table_too(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for name, column, wanted in (
+        ("sequence", GIVEN, ("sequence", GIVEN)),
+        ("token", [[None, 1.0, 2.0], [], [4.0]], ("token", [1, 2, 4])),
+    ):
+        path = tmp_path / f"{name}.parquet"
+        parquet.write_table(pyarrow.table({"advantage": column, "uid": ["a", "a", "b"]}), path)
+        found = read(path, group="uid")
+        values = found.values if found.level == "sequence" else found.values[LAYOUT.active]
+        assert (found.level, values.tolist(), found.groups) == (*wanted, ["a", "a", "b"])
 
 
 def test_groups_come_in_the_order_of_the_sequences(tmp_path):

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from libxd import canon, resolution, schema, strictjson
 from libxd.errors import MAX_COUNTED, MAX_ISSUES, Status, XdError, XdErrors, of_exception
-from libxd.plain import number, plain, shortened, told_apart
+from libxd.plain import WIDTH, Footnotes, leaves, number, plain, shortened, told_apart, wrapped
+from libxd.plain import value as knob
 from libxd.rundir import PAYLOADS
 
 NASTY = "a\x1b]0;title\x07b\x9bc\u202ed\u2028e\udcff\r\n"
@@ -169,3 +170,27 @@ def test_canonical_bytes_of_a_file_are_those_of_a_regular_one(tmp_path):
 )
 def test_numbers_have_three_digits(value: float | None, shown: str) -> None:
     assert number(value) == shown
+
+
+def test_wrapped_text_can_be_copied():
+    """No word is broken, at a hyphen or anywhere; what a terminal acts on is escaped."""
+    path = "/".join(["a-long-name"] * 14)
+    lines = wrapped(f"{'word ' * 30}xd-doctor --rescore {path}\x1b[1m end", "  - ")
+    assert lines[0].startswith("  - word") and all(line.startswith("    ") for line in lines[1:])
+    assert any(path + r"\x1b[1m" in line for line in lines) and "xd-doctor" in " ".join(lines)
+    assert max(len(line) for line in lines if path not in line) <= WIDTH
+    assert wrapped("one two", "> ", "") == ["> one two"] and wrapped("") == []
+    assert wrapped("word " * 40, "1. ", "   ")[1].startswith("   word")
+
+
+def test_footnotes_stand_once():
+    notes = Footnotes()
+    assert [notes.mark(note) for note in ("b", "a", "b", "")] == [" [1]", " [2]", " [1]", ""]
+    assert notes.lines() == ["[1] b", "[2] a"] and Footnotes().lines() == []
+
+
+def test_leaves_of_a_value_with_their_paths():
+    given = {"b": {"x": True, "y": None}, "a": ["one", "two"], "c": [1, {"d": 2}], "e\n": []}
+    wanted = {"a": "one two", "b.x": "true", "b.y": "none", "c": '[1,{"d":2}]', r"e\n": "none"}
+    assert dict(leaves(given)) == wanted
+    assert [knob(True), knob(2), knob("a\x07")] == ["true", "2", r"a\x07"]

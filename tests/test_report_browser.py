@@ -71,17 +71,24 @@ def test_text_stands_out_from_its_ground_in_both_schemes(browser, file):
         assert opened.tab.evaluate(_CONTRAST) != [], "the control"
 
 
-@pytest.mark.parametrize(("width", "media"), [(1280, "screen"), (360, "screen"), (688, "print")])
-def test_long_names_break_and_no_table_is_cut(browser, tmp_path, width, media):
-    """Three knobs at once, an identity that nobody showed; 688: A4 between its margins."""
-    value = report(make(tmp_path), Words("word")).value
+@pytest.fixture(scope="module")
+def long(tmp_path_factory) -> Path:
+    """A page of three knobs at once, and of an identity that nobody showed."""
+    place = tmp_path_factory.mktemp("long")
+    value = report(make(place), Words("word")).value
     case = next(each for each in value["cases"] if each["intervention"] and each["effects"])
     case["intervention"] = [{"path": path, "value": "bfloat16", "allow_fallback": False} for path in (
         "rollout.enable_prefix_caching", "training.attention_backend", "training.compute_dtype")]  # fmt: skip
     case["violations"] = [{"side": "training", "code": "unobservable", "observed": None, "expected": None,
                            "path": "readback_training.json#/observed/weights_before"}]  # fmt: skip
-    (tmp_path / "long.html").write_text(page.html(value))
-    opened = Opened(browser, tmp_path / "long.html", viewport={"width": width, "height": 800})
+    (place / "long.html").write_text(page.html(value))
+    return place / "long.html"
+
+
+@pytest.mark.parametrize(("width", "media"), [(1280, "screen"), (360, "screen"), (688, "print")])
+def test_long_names_break_and_no_table_is_cut(browser, long, width, media):
+    """688: A4 between its margins."""
+    opened = Opened(browser, long, viewport={"width": width, "height": 800})
     opened.tab.emulate_media(media=media)
     for button in opened.tab.query_selector_all("button[data-open=true]"):
         if media == "screen":
