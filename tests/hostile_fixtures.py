@@ -105,6 +105,7 @@ def run(reader: Reader, data: bytes, place: Path) -> list[str]:
     """The codes of the errors that the input got, [] where it was read. Fault for whatever a tool must not do."""
     refused: list[str] = []
     place.mkdir(exist_ok=True)
+    tempfile.gettempdir()  # which finds one by writing to it
     try:
         with _watched(place), _collected(refused), refusing():
             reader.read(data, place)
