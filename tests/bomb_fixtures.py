@@ -157,6 +157,6 @@ def _packed(_: int) -> bytes:
     import numpy as np
     import pyarrow
 
-    count = (1 << 24) + 1
-    values = pyarrow.array(np.zeros(count, np.int8))
+    count = (1 << 23) + 1
+    values = pyarrow.array(np.zeros(count, np.int64))
     return _written(pyarrow.ListArray.from_arrays(pyarrow.array([0, count], pyarrow.int32()), values), "zstd")

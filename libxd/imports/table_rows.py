@@ -18,7 +18,7 @@ from libxd.imports.rows import Notes, Row
 
 _MOST_CELL, _MOST_LINE = 1 << 20, 1 << 24  # characters
 #: of a Parquet file: rows that are read together, bytes of values that are made Python's together, and of one row
-_ROWS, _TOGETHER_BYTES, _ROW_BYTES = 1024, 1 << 24, 1 << 27
+_ROWS, _TOGETHER_BYTES, _ROW_BYTES = 1024, 1 << 24, 1 << 26
 #: what reading may take: of any file, and of each byte of a larger one. A run of one value takes a few bytes in a file,
 #: whatever its length; that of all columns of a dump no file is made of.
 _MOST_BYTES, _MOST_UNFOLDED = 1 << 30, 64
