@@ -77,7 +77,7 @@ _OF_TEXT = (
     Bomb("NaN in a row", "import/jsonl.jsonl", _rows(b"NaN,"), "not-finite"),
     Bomb("a line without an end", "import/csv.csv", lambda size: b"a," * max(size // 2, 9 << 20), "too-large"),
     Bomb("a header without an end", "import/csv.csv", _header, "not-csv"),
-    Bomb("a cell without an end", "columns.csv", lambda size: b'reward\n"' + b"1\n" * (size // 2), "bad-column"),
+    Bomb("a cell without an end", "columns.csv", lambda size: b'reward\n"' + b"1\n" * (size // 2), "not-csv"),
     Bomb("empty tensors", "safetensors", _tensors, "foreign-file"),
 )
 

@@ -21,7 +21,7 @@ _MOST_CELL, _MOST_LINE = 1 << 20, 1 << 24  # characters
 _ROWS, _TOGETHER_BYTES, _ROW_BYTES = 1024, 1 << 24, 1 << 26
 #: what reading may take: of any file, and of each byte of a larger one. A run of one value takes a few bytes in a file,
 #: whatever its length; that of all columns of a dump no file is made of.
-_MOST_BYTES, _MOST_UNFOLDED = 1 << 30, 64
+_MOST_BYTES, _MOST_UNFOLDED = 1 << 31, 64
 _LONG = 30  # characters; no integer that is asked for has as many
 
 
@@ -107,6 +107,7 @@ def of_parquet(path: Path, notes: Notes) -> Iterator[Row]:
         raise XdError("needs pyarrow, which is not installed here", status=Status.REFUSED, code="no-pyarrow",
                       where=str(path), hint="pip install pyarrow, or write CSV or JSONL") from error  # fmt: skip
     count = 0
+    pyarrow.allocate_buffer(1)  # its allocator sets aside room in steps of 1 GiB: the first one before there is a cap
     try:
         with parquet.ParquetFile(path, memory_map=True) as file:
             batches = file.iter_batches(batch_size=_ROWS, use_threads=False)
