@@ -212,8 +212,8 @@ def _precision(attempt: Attempt, side: str) -> tuple[str, float]:
     Of float32 on CUDA whose products are in TF32, it is that of TF32.
     """
     wanted = (side, knobs.DTYPE_OF_SIDE[side])
-    records = {(each["side"], each["knob"]): each for each in attempt.read("actual.json")["knobs"]}
-    dtype = records[wanted]["actual"] or records[wanted]["materialized"]
+    record = next(each for each in attempt.read("actual.json")["knobs"] if (each["side"], each["knob"]) == wanted)
+    dtype = record["actual"] or record["materialized"]
     device = attempt.materialized()["sides"][side]["engine"].get("device")
     numerics = attempt.readback(side)["engine"].get("numerics")
     if dtype not in roundoff.UNIT_ROUNDOFF:
