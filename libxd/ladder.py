@@ -207,7 +207,7 @@ def _requested(requested: dict[str, Any], side: str) -> tuple[str, float]:
 
 
 def _precision(attempt: Attempt, side: str) -> tuple[str, float]:
-    """The dtype that a side of a judged attempt computed in, and its unit roundoff.
+    """The dtype that a side of a judged attempt computed in, and its unit roundoff. XdError 65 for one that has none.
 
     Of float32 on CUDA whose products are in TF32, it is that of TF32.
     """
@@ -215,8 +215,11 @@ def _precision(attempt: Attempt, side: str) -> tuple[str, float]:
     record = next(each for each in attempt.read("actual.json")["knobs"] if (each["side"], each["knob"]) == wanted)
     dtype = record["actual"] or record["materialized"]
     device = attempt.materialized()["sides"][side]["engine"].get("device")
-    numerics = attempt.readback(side)["engine"].get("numerics", {})
-    if dtype == "float32" and device == "cuda" and numerics.get("matmul_tf32"):
+    numerics = attempt.readback(side)["engine"].get("numerics")
+    if dtype not in roundoff.UNIT_ROUNDOFF:
+        raise XdError("computed in a dtype that is on no ladder", code="unknown-dtype", where=str(attempt),
+                      path=f"/{wanted[1]}", found=dtype, expected=" ".join(roundoff.UNIT_ROUNDOFF))  # fmt: skip
+    if dtype == "float32" and device == "cuda" and isinstance(numerics, dict) and numerics.get("matmul_tf32"):
         return dtype, roundoff.TF32_ROUNDOFF
     return dtype, roundoff.UNIT_ROUNDOFF[dtype]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from libxd import canon, materialize, planner
 from libxd.errors import XdError
+from libxd.knobs import of_side
 from libxd.rundir import SIDES, Attempt
 
 #: the records that a verdict rests on, in the order in which the tools write them
@@ -64,6 +65,9 @@ class Case:
             yield name, "/strict", "is less strict than what was requested", False, True
         ready = self.materialized["status"] == "ready"  # else an adapter may have answered another request
         for side, plan in self.materialized["sides"].items():
+            found, every = sorted(record["knob"] for record in plan["knobs"]), sorted(k.path for k in of_side(side))
+            if ready and found != every:
+                yield name, f"/sides/{side}/knobs", "does not hold one record of each knob", found, every
             for index, record in enumerate(plan["knobs"] if ready else ()):
                 wanted = planner.requested(self.requested, side, record["knob"])
                 if record["requested"] != wanted:

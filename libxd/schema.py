@@ -16,6 +16,7 @@ from libxd.errors import XdError, XdErrors
 from libxd.strictjson import pointer_to
 
 _MOST_COPIED = 20_000  # parts of a value of which every error is said
+_MOST_COPIED_ONCE = 1_000_000  # and of one whose first error is
 _DIVISIBLE = (dict, list, float)  # what may be or hold a float
 
 
@@ -51,10 +52,10 @@ def validate(name: str, value: Any, where: str) -> Any:
     if not _validator(name).is_valid(value):
         raise XdErrors(
             XdError(_message(error), code=_code(error), where=where, path=_place(error))
-            for error in _errors(name, value)
+            for error in _errors(name, value, where)
         )
     if (halved := _halved(value)) is not value:
-        errors = iter(_errors(name, halved))
+        errors = iter(_errors(name, halved, where))
         fractions = (error for error in errors if _keyword(error) in ("type", "anyOf", "oneOf"))
         if (first := next(fractions, None)) is not None:
             raise XdErrors(
@@ -65,17 +66,23 @@ def validate(name: str, value: Any, where: str) -> Any:
     return value
 
 
-def _errors(name: str, value: Any) -> Iterable[jsonschema_rs.ValidationError]:
-    """What the schema has against a value: of a large one the first alone, for each comes with a copy of what it is
-    about, which is often the whole."""
+def _errors(name: str, value: Any, where: str) -> Iterable[jsonschema_rs.ValidationError]:
+    """What the schema has against a value, if anything. Each error comes with a copy of what it is about, which is
+    often the whole: of a large value the first one alone is given, and of a very large one none; XdError says so."""
     validator = _validator(name)
-    if next(islice(_parts(value), _MOST_COPIED, None), None) is None:
+    parts = sum(1 for _ in islice(_parts(value), _MOST_COPIED_ONCE + 1))
+    if parts <= _MOST_COPIED:
         return validator.iter_errors(value)
+    if validator.is_valid(value):
+        return ()
+    if parts > _MOST_COPIED_ONCE:
+        raise XdError("is not what its schema says, and too large for it to be said where", code="schema", where=where,
+                      found=f"over {_MOST_COPIED_ONCE} parts")  # fmt: skip
     try:
         validator.validate(value)
     except jsonschema_rs.ValidationError as error:
-        return [error]
-    return []
+        return (error,)
+    return ()
 
 
 def _parts(value: Any) -> Iterator[bool]:

@@ -14,7 +14,7 @@ import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import chain
 from typing import Any
 
@@ -105,6 +105,9 @@ class _Flaw:
         return f"{self.text} {self.why}" if self.why else self.text
 
 
+_flaw = lru_cache(maxsize=1024)(_Flaw)  # the same ones over and over
+
+
 class _Repeated(dict):
     """An object in which `key` stood more than once."""
 
@@ -126,18 +129,18 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(text: str) -> _Flaw:
-    return _Flaw("not-finite", text, "is not JSON")
+    return _flaw("not-finite", text, "is not JSON")
 
 
 def _float(text: str) -> float | _Flaw:
     value = float(text)
-    return value if math.isfinite(value) else _Flaw("not-finite", text[:40], "does not fit a 64-bit float")
+    return value if math.isfinite(value) else _flaw("not-finite", text[:40], "does not fit a 64-bit float")
 
 
 def _integer(text: str) -> int | _Flaw:
     # Beyond 2^53 a reader with doubles sees another number (RFC 8785 section 3.2.2.3): such values travel as strings.
     if len(text) > 17 or abs(int(text)) > 2**53 - 1:
-        return _Flaw("integer-too-large", f"integer {text[:40]}", "is beyond 2^53 - 1; write it as a string")
+        return _flaw("integer-too-large", f"integer {text[:40]}", "is beyond 2^53 - 1; write it as a string")
     return int(text)
 
 

@@ -75,6 +75,7 @@ from libxd.report import vocabulary as report_vocabulary
 from libxd.rundir import PAYLOADS, SEAL, SIDES, Attempt, RunDirectory
 from libxd.runtimes import registry
 from libxd.runtimes.server import account, answers, client
+from libxd.scoring.task import Task
 from libxd.tensors import TensorFile
 
 HERE = Path(__file__).resolve().parent
@@ -105,6 +106,8 @@ def run(reader: Reader, data: bytes, place: Path) -> list[str]:
     """The codes of the errors that the input got, [] where it was read. Fault for whatever a tool must not do."""
     refused: list[str] = []
     place.mkdir(exist_ok=True)
+    tempfile.gettempdir()  # finds one by writing to it
+    reader.seeds()  # of which some are made in such a one
     try:
         with _watched(place), _collected(refused), refusing():
             reader.read(data, place)
@@ -309,6 +312,11 @@ def _read_all(attempt: Attempt) -> None:
         attempt = Attempt.open(attempt.path)
         for problem in seal.verify(attempt):
             shown([XdError(str(problem), where=str(attempt)).line()])
+    for side in SIDES:
+        with refusing():
+            task = Task.read(attempt.path, side)
+            assert task.needs and task.request
+            task.answered()
     with refusing():
         comparison.compare(attempt)
     with refusing():

@@ -11,6 +11,7 @@ import json
 import random
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,6 +42,8 @@ _CELLS = (b"\xff" * 8, b"\0" * 8, b"\x7f" + b"\xff" * 7, struct.pack("<ff", floa
           struct.pack("<ff", float("-inf"), -0.0), struct.pack("<q", -1), struct.pack("<q", 2**62),
           struct.pack("<d", float("nan")), b"\x01" * 8, b"\x02" * 8, struct.pack("<ff", 3e38, -3e38))  # fmt: skip
 _MOST = 1 << 16  # bytes of what is made
+_NOT_OF_ITS_FORM = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, EOFError,
+                    NotImplementedError, struct.error, zlib.error, zipfile.BadZipFile)  # fmt: skip
 
 
 def nested(depth: int) -> Any:
@@ -58,8 +61,7 @@ def mutate(data: bytes, form: str, draw: random.Random) -> bytes:
         change = flip if draw.random() < 1 / 6 else _FORMS[form]
         try:
             data = change(data, draw)[:_MOST]
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, struct.error,
-                zipfile.BadZipFile, NotImplementedError, EOFError):  # fmt: skip
+        except _NOT_OF_ITS_FORM:
             data = flip(data, draw)[:_MOST]
     return data
 

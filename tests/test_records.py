@@ -153,3 +153,20 @@ def test_a_records_digest_leaves_out_one_member_alone(tmp_path: Path) -> None:
     assert records.digest(name, readback) == records.digest(name, readback | {"reuse": {}})
     assert records.digest(name, readback) != records.digest(name, readback | {"engine": {"threads": 3}})
     assert records.digest("identity.json", row) == canon.digest(row)
+
+
+@pytest.mark.parametrize("side", ["rollout", "training"])
+def test_a_record_of_each_knob(tmp_path, side):
+    """What a ladder or a scorer looks for is there, once."""
+    made = attempt(tmp_path)
+    sides = made.materialized()["sides"]
+    held = sides[side]["knobs"]
+    for changed in (held[1:], [*held, held[0]]):
+        sides[side]["knobs"] = changed
+        rekeyed(made, sides=sides)
+        with pytest.raises(XdError, match="one record of each knob") as caught:
+            Case.read(made)
+        assert caught.value.path == f"/sides/{side}/knobs"
+    sides[side]["knobs"] = held
+    rekeyed(made, sides=sides)
+    Case.read(made)

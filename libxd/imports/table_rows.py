@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import math
+import resource
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +17,11 @@ from libxd.imports.json_rows import open_regular
 from libxd.imports.rows import Notes, Row
 
 _MOST_CELL, _MOST_LINE = 1 << 20, 1 << 24  # characters
-#: of a Parquet file that are held together: rows, and values of a column
-_ROWS, _VALUES = 1024, 1 << 20
-#: what a column of a row group may unfold to: values and bytes of any file, and of each byte of a larger one. A run of
-#: one value takes a few bytes, whatever its length; that of all columns of a dump no file is made of.
-_MOST_VALUES, _MOST_BYTES, _MOST_UNFOLDED = 1 << 24, 1 << 28, 64
+#: of a Parquet file: rows that are read together, bytes of values that are made Python's together, and of one row
+_ROWS, _TOGETHER_BYTES, _ROW_BYTES = 1024, 1 << 24, 1 << 26
+#: what reading may take: of any file, and of each byte of a larger one. A run of one value takes a few bytes in a file,
+#: whatever its length; that of all columns of a dump no file is made of.
+_MOST_BYTES, _MOST_UNFOLDED = 1 << 31, 64
 _LONG = 30  # characters; no integer that is asked for has as many
 
 
@@ -105,12 +107,15 @@ def of_parquet(path: Path, notes: Notes) -> Iterator[Row]:
         raise XdError("needs pyarrow, which is not installed here", status=Status.REFUSED, code="no-pyarrow",
                       where=str(path), hint="pip install pyarrow, or write CSV or JSONL") from error  # fmt: skip
     count = 0
+    pyarrow.allocate_buffer(1)  # its allocator sets aside room in steps of 1 GiB: the first one before there is a cap
     try:
         with parquet.ParquetFile(path, memory_map=True) as file:
-            for batch in file.iter_batches(batch_size=_rows_together(file.metadata, path)):
-                for fields in _of_batch(batch):
-                    yield Row(fields, f"{path}[{count}]", notes)
-                    count += 1
+            batches = file.iter_batches(batch_size=_ROWS, use_threads=False)
+            while (batch := _next(batches, path)) is not None:
+                for part in _parts(batch, path):
+                    for fields in _of_batch(part):
+                        yield Row(fields, f"{path}[{count}]", notes)
+                        count += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise XdError("not a Parquet file, or damaged", code="not-parquet", where=str(path),
                       found=" ".join(str(error).split())[:200]) from error  # fmt: skip
@@ -118,23 +123,51 @@ def of_parquet(path: Path, notes: Notes) -> Iterator[Row]:
         raise XdError("holds no rows", code="empty", where=str(path))
 
 
-def _rows_together(metadata: Any, path: Path) -> int:
-    """How many rows make a batch of bounded size. XdError 65 where a small file says that it unfolds to a large one."""
-    size, fewest = path.stat().st_size, _ROWS
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
-        for column in map(group.column, range(group.num_columns)):
-            for found, most, what in (
-                (column.num_values, _MOST_VALUES, "values"),
-                (column.total_uncompressed_size, _MOST_BYTES, "bytes"),
-            ):
-                if found > max(most, _MOST_UNFOLDED * size):
-                    raise XdError(f"a column unfolds to more {what} than a file of its size is made for",
-                                  code="too-large", where=str(path), path=f"/{column.path_in_schema}", found=found,
-                                  expected=f"at most {max(most, _MOST_UNFOLDED * size)}",
-                                  hint="write it without dictionaries and compression")  # fmt: skip
-            fewest = min(fewest, _VALUES * group.num_rows // max(column.num_values, 1))
-    return max(fewest, 1)
+def _next(batches: Iterator[Any], path: Path) -> Any:
+    """The next batch; None at the end. XdError 65 where it unfolds to more than a file of its size is made for.
+
+    What a file says of itself is no bound: it may lie, and of damaged metadata the library makes an abort.
+    """
+    most = max(_MOST_BYTES, _MOST_UNFOLDED * path.stat().st_size)
+    try:
+        with _bounded(most):
+            return next(batches, None)
+    except MemoryError as error:
+        raise _too_large(path, f"{most} bytes") from error
+
+
+def _parts(batch: Any, path: Path) -> Iterator[Any]:
+    """The batch in parts whose values can be held as Python's. XdError 65 for one row that is too large for that."""
+    if batch.num_rows > 1 and batch.nbytes > _TOGETHER_BYTES:
+        half = batch.num_rows // 2
+        yield from _parts(batch.slice(0, half), path)
+        yield from _parts(batch.slice(half), path)
+    elif batch.num_rows == 1 and batch.nbytes > _ROW_BYTES:
+        raise _too_large(path, f"{_ROW_BYTES} bytes a row")
+    else:
+        yield batch
+
+
+def _too_large(path: Path, most: str) -> XdError:
+    return XdError("unfolds to more than a file of its size is made for", code="too-large", where=str(path),
+                   expected=f"at most {most}", hint="write a sequence a row, without compression")  # fmt: skip
+
+
+@contextlib.contextmanager
+def _bounded(more_bytes: int) -> Iterator[None]:
+    """A MemoryError for what maps so much more than is mapped; where the system does not say how much that is, none."""
+    try:
+        held = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
+    except OSError:
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = held + more_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _of_batch(batch: Any) -> Iterator[dict[str, Any]]:
