@@ -6,6 +6,7 @@ is two parameters, and a token's logprob is a function of its id.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
@@ -33,7 +34,7 @@ OTHER: dict[str, Any] = {
 SEEN_RUNNING = ("batch.size", "rollout.enable_prefix_caching", "logp.backend")
 
 DESCRIPTOR = OperatorDescriptor(
-    operation="selected_logprob", backend=BACKEND, targets=frozenset(knobs.SIDES), devices=frozenset({"cpu"}),
+    operation="selected_logprob", backend=BACKEND, targets=frozenset(knobs.SIDES), devices=frozenset({"cpu", "cuda"}),
     dtypes=frozenset(knobs.DTYPES), inputs="hidden", factory="scripted_engine:make", version="1",
 )  # fmt: skip
 
@@ -73,7 +74,10 @@ class ScriptedRuntime(FakeRuntime):
 
     def materialize(self, side, row, environment, allow_fallback):
         plan = super().materialize(side, row, environment, allow_fallback)
-        plan.engine["script"] = row["identity"]["checkpoint"]["synthetic"]["name"]
+        plan.engine["script"] = script = row["identity"]["checkpoint"]["synthetic"]["name"]
+        for act in script.split():
+            if act.startswith("gpus:"):  # it computes on none, but is given some
+                plan.engine.update(device="cuda", devices=int(act.removeprefix("gpus:")))
         plan.process["tensor_parallel_size"] = row["values"]["rollout.tensor_parallel_size"]
         return plan
 
@@ -88,10 +92,28 @@ class ScriptedRuntime(FakeRuntime):
     def open(self, side, plan, context):
         if "refuses-to-open" in plan["engine"]["script"].split():
             raise XdError("the device has no such mode", status=Status.REFUSED, code="unsupported")
-        if log := os.environ.get("SCRIPTED_LOG"):
-            with open(log, "a") as file:
-                file.write(f"{side} opens\n")
+        if place := os.environ.get("SCRIPTED_WITNESS"):
+            sit_on_devices(Path(place))
+        write_log(f"{side} opens", plan["engine"])
         return ScriptedEngine(side, plan, context)
+
+
+def sit_on_devices(place: Path) -> None:
+    """RuntimeError when another engine that lives is on one of this one's devices; kept until this process ends."""
+    for name in os.environ["CUDA_VISIBLE_DEVICES"].split(","):
+        seat = os.open(place / f"seat-{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        try:
+            fcntl.flock(seat, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(f"two engines on device {name}") from None
+
+
+def write_log(what: str, engine: dict[str, Any]) -> None:
+    """A line in $SCRIPTED_LOG; of an engine on GPUs with those it sees."""
+    if log := os.environ.get("SCRIPTED_LOG"):
+        on = f" on {os.environ['CUDA_VISIBLE_DEVICES']}" if engine["device"] == "cuda" else ""
+        with open(log, "a") as file:
+            file.write(f"{what}{on}\n")
 
 
 def weights(dtype: str) -> list[tuple[str, str, tuple[int, ...], bytes]]:
@@ -105,7 +127,8 @@ class ScriptedEngine:
 
     def __init__(self, side, plan, context) -> None:
         self.side = side
-        self.script = plan["engine"]["script"].split()
+        self.engine = plan["engine"]
+        self.script = self.engine["script"].split()
         self.knobs = {record["knob"]: record["materialized"] for record in plan["knobs"]}
         self.place = Path(context.locations["sequences"]).parent
         dtype = self.knobs["rollout.dtype" if side == "rollout" else "training.compute_dtype"]
@@ -207,6 +230,10 @@ class ScriptedEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.does("exits"):
             os._exit(3)
+        if self.does("waits-at-the-gate") and "GATE_IS_OPEN" not in os.environ:  # a FIFO: until there is a byte in it
+            with open(self.place / "gate", "rb", buffering=0) as gate:
+                write_log(f"{self.side} waits", self.engine)
+                gate.read(1)
         if self.does("sleeps"):
             (self.place / "pid").write_text(str(os.getpid()))
             time.sleep(120)
@@ -220,6 +247,4 @@ class ScriptedEngine:
         return {"class": type(self).__name__, "digest_of_script": canon.digest(self.script)}
 
     def close(self) -> None:
-        if log := os.environ.get("SCRIPTED_LOG"):
-            with open(log, "a") as file:
-                file.write(f"{self.side} closes\n")
+        write_log(f"{self.side} closes", self.engine)
