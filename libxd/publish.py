@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from libxd import canon, schema
-from libxd.errors import Status, XdError
+from libxd.errors import Status, XdError, is_scarce, of_exception
 
 TEMPORARY_PREFIX = ".tmp-"
 _BLOCK = 1 << 20
@@ -25,7 +25,8 @@ _BLOCK = 1 << 20
 def publish(path: str | os.PathLike[str], data: bytes | Iterable[bytes | memoryview]) -> bool:
     """Write `data` to `path`. True: written. False: the same bytes stood there already.
 
-    XdError 73 when other bytes stand there (they are kept), 73 too when the directory cannot be written or is full.
+    XdError 73 when other bytes stand there (they are kept), 73 too when the directory cannot be written or is full;
+    66 when what stands there cannot be read; 75 for want of descriptors or memory.
     """
     path = Path(path)
     chunks = (data,) if isinstance(data, bytes | bytearray) else data
@@ -122,20 +123,20 @@ def sync_directory(path: Path) -> None:
 
 
 def _holds(path: Path, chunks: Iterable[bytes | memoryview]) -> bool:
-    """Whether the regular file at `path` (no symlink is followed) holds just these bytes."""
+    """Whether the regular file at `path` (no symlink is followed) holds just these bytes. XdError 66 or 75: who knows."""
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             return False
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return False
-    with open(descriptor, "rb") as file:
-        for chunk in chunks:
-            for start in range(0, len(block := memoryview(chunk).cast("B")), _BLOCK):
-                part = block[start : start + _BLOCK]
-                if file.read(len(part)) != part:
-                    return False
-        return not file.read(1)
+        with open(descriptor, "rb") as file:
+            for chunk in chunks:
+                for start in range(0, len(block := memoryview(chunk).cast("B")), _BLOCK):
+                    part = block[start : start + _BLOCK]
+                    if file.read(len(part)) != part:
+                        return False
+            return not file.read(1)
+    except OSError as error:
+        raise of_exception(error, str(path)) from error
 
 
 def _differs(path: Path) -> XdError:
@@ -158,11 +159,13 @@ def _system_errors(path: Path) -> Iterator[None]:
 
 
 def cannot_write(path: str | os.PathLike[str], error: OSError) -> XdError:
-    """The XdError for a failed write: 73 (sysexits' EX_CANTCREAT), nothing half written stays behind."""
+    """The XdError for a failed write; nothing half written stays behind. 73 (sysexits' EX_CANTCREAT), or 75 where it
+    was for want of descriptors or memory."""
+    scarce = is_scarce(error)
     return XdError(
         f"cannot be written: {error.strerror or error}",
-        status=Status.CONFLICT,
+        status=Status.RETRY if scarce else Status.CONFLICT,
         code="cannot-write",
         where=str(path),
-        hint="make the place writable and run the same command again",
+        hint=("" if scarce else "make the place writable and ") + "run the same command again",
     )
