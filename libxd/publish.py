@@ -33,6 +33,7 @@ def publish(path: str | os.PathLike[str], data: bytes | Iterable[bytes | memoryv
     with _system_errors(path):
         if os.path.lexists(path):
             if _holds(path, chunks):
+                sync_directory(path.parent)  # whoever wrote it may have been ended before that
                 return False
             raise _differs(path)
         with temporary(path) as file:
@@ -83,6 +84,7 @@ def commit(file: BinaryIO, path: Path) -> bool:
     except FileExistsError:
         file.seek(0)
         if _holds(path, iter(lambda: file.read(_BLOCK), b"")):
+            sync_directory(path.parent)
             return False
         raise _differs(path) from None
     sync_directory(path.parent)
@@ -103,6 +105,7 @@ def point(link: Path, target: Path) -> None:
     name = link.parent / f"{TEMPORARY_PREFIX}{link.name}-{os.getpid()}-{os.urandom(4).hex()}"
     with _system_errors(link):
         if link.is_symlink() and os.readlink(link) == leads:
+            sync_directory(link.parent)
             return
         try:
             os.symlink(leads, name)
@@ -113,17 +116,32 @@ def point(link: Path, target: Path) -> None:
         sync_directory(link.parent)
 
 
+def directory(path: Path, base: Path) -> None:
+    """`mkdir -p`, durable: each directory that is made, and each from `base` (a parent) down, whoever made it.
+
+    XdError 73 when one cannot be made, 75 for want of descriptors or memory.
+    """
+    with _system_errors(path):
+        wanted = [place for place in (path, *path.parents) if base in place.parents or not os.path.isdir(place)]
+        path.mkdir(parents=True, exist_ok=True)
+        for place in reversed(wanted):
+            sync_directory(place.parent)
+
+
 def sync_directory(path: Path) -> None:
-    """Make a directory's entries durable."""
+    """Make a directory's entries durable, as far as its file system knows of that."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EROFS):  # an archive that is only read, some network file systems
+            raise
     finally:
         os.close(descriptor)
 
 
 def _holds(path: Path, chunks: Iterable[bytes | memoryview]) -> bool:
-    """Whether the regular file at `path` (no symlink is followed) holds just these bytes. XdError 66 or 75: who knows."""
+    """Whether the regular file at `path` (no symlink is followed) holds just these bytes. XdError: unreadable."""
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             return False

@@ -6,23 +6,26 @@ before it have left, and a state that was finished once need not be finished aga
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
+import importlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import scoring_fixtures
 import smoke_fixtures
-from fault_fixtures import UNDISTURBED, Fault, Injector, Operation, Ran
+from fault_fixtures import UNDISTURBED, Fault, Injector, Operation, Ran, under_faults
 
-from libxd import canon, publish, seal, sequences
-from libxd.rundir import PAYLOADS, SEAL, Attempt
+from libxd import canon, environment, publish, seal, sequences
+from libxd.rundir import PAYLOADS, SEAL, SIDES, Attempt
 
 POLICY = ("--runtime", "cpu-smoke")
 #: what of an attempt stands once a tool has printed its path
@@ -60,6 +63,20 @@ class Start:
     stdin: bytes
     ran: Ran
     traces: dict[str, tuple[Operation, ...]]
+
+
+@contextlib.contextmanager
+def chain_under_faults() -> Iterator[Chain]:
+    """For a program: start it anew with the injector, load all that a tool would load, and run the chain once."""
+    under_faults()
+    modules = [f"libxd.cmd.{tool}" for tool in ("plan", "resume", "materialize", "score", "compare", "seal")]
+    modules += [f"libxd.runtimes.cpu_smoke.{side}" for side in SIDES]
+    for module in (*modules, "torch", "libxd.comparison", "libxd.scoring.child"):
+        importlib.import_module(module)
+    environment.of()
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # what is fsynced there need not be waited for
+    with tempfile.TemporaryDirectory(prefix="xd-torture-", dir=memory) as place:
+        yield Chain(Path(place))
 
 
 class Chain:
@@ -102,7 +119,7 @@ class Chain:
         traces = {}
         for role in ("child", "tool") if stage.tool == "score" else ("tool",):
             self.restore(tree)
-            ran = self.run(stage, stdin, Fault(role=role, traced=True))
+            ran = self.run(stage, stdin, Fault(traced=(role,)))
             traces[role] = ran.trace
             if ran.status or (ran.err and stage.tool != "resume"):
                 raise Broken(f"the undisturbed {title} ended with {ran.status}: {ran.err}")

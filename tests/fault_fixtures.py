@@ -31,8 +31,8 @@ class Fault:
     """What happens at operation number `at` (from 1) of the process `role`.
 
     parameter: of FAIL and FAIL_FROM the errno, of TEAR and SHORT how many thousandths of the bytes are written.
-    only: the operations that FAIL_FROM fails, from `at` on. role: "tool", or "child" for the scorer's. traced: whether
-    the operations are written down.
+    only: the operations that FAIL_FROM fails, from `at` on. role: "tool", or "child" for the scorer's. traced: of
+    which of the two the operations are written down.
     """
 
     action: int = NONE
@@ -40,7 +40,7 @@ class Fault:
     parameter: int = 0
     only: tuple[str, ...] = ()
     role: str = "tool"
-    traced: bool = False
+    traced: tuple[str, ...] = ()
 
 
 #: nothing
@@ -127,11 +127,11 @@ class Injector:
         sys.argv = [f"xd-{tool}", *map(str, arguments)]
 
         def arm(role: str) -> None:
-            if role == fault.role:
+            if role == fault.role or role in fault.traced:
                 words = f",{','.join(fault.only)}," if fault.only else ""
-                trace = os.fsencode(files["trace"]) if fault.traced else b""
                 self._library.faults_arm(
-                    os.fsencode(self.root), trace, ctypes.c_long(fault.at), fault.action, fault.parameter,
+                    os.fsencode(self.root), os.fsencode(files["trace"]) if role in fault.traced else b"",
+                    ctypes.c_long(fault.at), fault.action if role == fault.role else NONE, fault.parameter,
                     words.encode(),
                 )  # fmt: skip
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import importlib
 import os
 import resource
 import subprocess
@@ -23,12 +22,33 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tests")]
 
-from crash_fixtures import CHANGING, FULL, READ_ONLY, Broken, Chain, Stage, Start, errors_of, temporary  # noqa: E402
+from crash_fixtures import (  # noqa: E402
+    CHANGING,
+    FULL,
+    READ_ONLY,
+    Broken,
+    Chain,
+    Stage,
+    Start,
+    chain_under_faults,
+    errors_of,
+    temporary,
+)  # fmt: skip
 from fault_fixtures import (  # noqa: E402
-    FAIL, FAIL_FROM, KILL_AFTER, KILL_BEFORE, KILLED, SHORT, TEAR, UNDISTURBED, Fault, Operation, Ran, under_faults,
+    FAIL,
+    FAIL_FROM,
+    KILL_AFTER,
+    KILL_BEFORE,
+    KILLED,
+    SHORT,
+    TEAR,
+    UNDISTURBED,
+    Fault,
+    Operation,
+    Ran,
 )  # fmt: skip
 
-from libxd import environment, publish  # noqa: E402
+from libxd import publish  # noqa: E402
 from libxd.errors import Status  # noqa: E402
 
 #: what a system may break off for a signal
@@ -102,7 +122,7 @@ def refusals(chain: Chain, start: Start, role: str, stride: int) -> Iterator[Tri
     """Each operation fails once with each errno that it can have."""
     for planned in start.traces[role][::stride]:
         for code in errors_of(planned):
-            ran = chain.disturb(start, Fault(FAIL, planned.number, code, role=role, traced=True))
+            ran = chain.disturb(start, Fault(FAIL, planned.number, code, role=role, traced=(role,)))
             hit = next(each for each in ran.trace if each.number == planned.number)
             if code in errors_of(hit):  # xd-compare has two threads: it may be another operation than it was
                 where = f"{role} at {hit.number} ({hit.name} {hit.path} {errno.errorcode[code]})"
@@ -122,14 +142,15 @@ def refused_from(
 def harmless(chain: Chain, start: Start, role: str, stride: int) -> Iterator[Trial]:
     """Writes that take only a part of the bytes, and calls that a signal interrupts, go through."""
     for planned in start.traces[role][::stride]:
-        faults = [Fault(FAIL, planned.number, errno.EINTR, role=role, traced=True)]
+        faults = [Fault(FAIL, planned.number, errno.EINTR, role=role, traced=(role,))]
         if planned.name == "write":
-            faults += [Fault(SHORT, planned.number, 500, role=role, traced=True)]
+            faults += [Fault(SHORT, planned.number, 500, role=role, traced=(role,))]
         for fault in faults if planned.name in INTERRUPTIBLE else ():
             ran = chain.disturb(start, fault)
             hit = next(each for each in ran.trace if each.number == planned.number)
             if hit.name in INTERRUPTIBLE:
-                yield f"{role} at {hit.number} ({hit.name} {hit.path})", ran, lambda ran=ran: _require_as_ever(start, ran)
+                where = f"{role} at {hit.number} ({hit.name} {hit.path})"
+                yield where, ran, lambda ran=ran: _require_as_ever(start, ran)
 
 
 def limits(chain: Chain, start: Start, kind: int, values: range) -> Iterator[Trial]:
@@ -247,7 +268,7 @@ def _scores_otherwise() -> None:
 def controls(table: Table) -> None:
     """The checks must be able to fail."""
     chain = table.chain
-    trace = chain.disturb(chain.start("compare"), Fault(traced=True), _writes_in_place).trace
+    trace = chain.disturb(chain.start("compare"), Fault(traced=("tool",)), _writes_in_place).trace
     write = next(each.number for each in trace if each.path.endswith(".json") and each.name == "write")
     chain.disturb(chain.start("compare"), Fault(TEAR, write, 500), _writes_in_place)
     table.control("a half file under a final name", _breaks(lambda: chain.require_whole(chain.tree())))
@@ -274,27 +295,14 @@ def _breaks(check: Callable[[], object]) -> bool:
 # -- the whole
 
 
-def warm() -> None:
-    """Everything that a tool would load or ask for, once: the forked ones find it."""
-    for tool in ("plan", "resume", "materialize", "score", "compare", "seal"):
-        importlib.import_module(f"libxd.cmd.{tool}")
-    for module in ("torch", "libxd.comparison", "libxd.scoring.child", "libxd.runtimes.cpu_smoke.rollout",
-                   "libxd.runtimes.cpu_smoke.training"):  # fmt: skip
-        importlib.import_module(module)
-    environment.of()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="every so many-th point: seconds, for the tests")
     parser.add_argument("word", nargs="?", default="", help="only the rows that have this in their title")
     given = parser.parse_args()
     stride = 13 if given.short else 1
-    under_faults()
-    warm()
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="xd-crash-", dir=memory) as place:
-        table = Table(Chain(Path(place)))
+    with chain_under_faults() as chain:
+        table = Table(chain)
         table.say("what is disturbed", "points", "states", "held")
         for title, stage, trials in rows(table.chain, stride):
             if given.word in title:
