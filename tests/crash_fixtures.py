@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import gc
 import importlib
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import scoring_fixtures
 import smoke_fixtures
@@ -34,6 +35,7 @@ STANDING = {
     "seal": (*PAYLOADS, SEAL),
 }  # fmt: skip
 
+Item = TypeVar("Item")
 Tree = dict[str, bytes | str | None]  # path below the root -> a file's bytes, where a link leads, None: a directory
 
 
@@ -65,6 +67,21 @@ class Start:
     traces: dict[str, tuple[Operation, ...]]
 
 
+class Every:
+    """Every n-th of all that it is asked about, wherever: a sample that is spread over a whole table."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.asked = 0
+
+    def takes(self) -> bool:
+        self.asked += 1
+        return self.asked % self.n == 0
+
+    def __call__(self, items: Iterable[Item]) -> Iterator[Item]:
+        return (item for item in items if self.takes())
+
+
 @contextlib.contextmanager
 def chain_under_faults() -> Iterator[Chain]:
     """For a program: start it anew with the injector, load all that a tool would load, and run the chain once."""
@@ -74,6 +91,8 @@ def chain_under_faults() -> Iterator[Chain]:
     for module in (*modules, "torch", "libxd.comparison", "libxd.scoring.child"):
         importlib.import_module(module)
     environment.of()
+    gc.collect()
+    gc.freeze()  # a collection in a forked process would copy all of it
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # what is fsynced there need not be waited for
     with tempfile.TemporaryDirectory(prefix="xd-torture-", dir=memory) as place:
         yield Chain(Path(place))

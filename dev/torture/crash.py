@@ -17,7 +17,7 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tests")]
@@ -28,12 +28,13 @@ from crash_fixtures import (  # noqa: E402
     READ_ONLY,
     Broken,
     Chain,
+    Every,
     Stage,
     Start,
     chain_under_faults,
     errors_of,
     temporary,
-)  # fmt: skip
+)
 from fault_fixtures import (  # noqa: E402
     FAIL,
     FAIL_FROM,
@@ -46,7 +47,7 @@ from fault_fixtures import (  # noqa: E402
     Fault,
     Operation,
     Ran,
-)  # fmt: skip
+)
 
 from libxd import publish  # noqa: E402
 from libxd.errors import Status  # noqa: E402
@@ -79,6 +80,8 @@ class Table:
                 states += self.chain.finish(stage, ran.out)
             except Broken as flaw:
                 flaws.append(f"    {what}, {where}: {flaw}")
+        if not points:
+            return
         self.say(what, points, states, points - len(flaws))
         print("\n".join(flaws[:8]), end="\n" if flaws else "", flush=True)
         self.points += points
@@ -94,10 +97,10 @@ class Table:
 # -- points
 
 
-def kills(chain: Chain, start: Start, role: str, stride: int) -> Iterator[Trial]:
+def kills(chain: Chain, start: Start, role: str, every: Every) -> Iterator[Trial]:
     """Killed before each operation, within each write (after a byte, half of it, all but a byte), after the last."""
     operations = start.traces[role]
-    for operation in operations[::stride]:
+    for operation in every(operations):
         faults = [Fault(KILL_BEFORE, operation.number, role=role)]
         if operation.name == "write":
             faults += [Fault(TEAR, operation.number, part, role=role) for part in (1, 500, 999)]
@@ -108,19 +111,19 @@ def kills(chain: Chain, start: Start, role: str, stride: int) -> Iterator[Trial]
             yield f"{role} at {operation.number} ({operation.name})", ran, lambda ran=ran: _require_death(ran, role)
 
 
-def kills_of_kills(chain: Chain, start: Start, stride: int) -> Iterator[Trial]:
+def kills_of_kills(chain: Chain, start: Start, every: Every) -> Iterator[Trial]:
     """Killed at a change, started again, and killed there, too: over an attempt that is half done."""
     role = "child" if "child" in start.traces else "tool"
     changes = [each.number for each in start.traces[role] if each.name in CHANGING]
-    for first, second in list(zip(changes, reversed(changes), strict=True))[::stride]:
+    for first, second in every(zip(changes, reversed(changes), strict=True)):
         chain.disturb(start, Fault(KILL_BEFORE, first, role=role))
         ran = chain.run(start.stage, start.stdin, Fault(KILL_BEFORE, second, role=role))
         yield f"{role} at {first}, then at {second}", ran, lambda: None
 
 
-def refusals(chain: Chain, start: Start, role: str, stride: int) -> Iterator[Trial]:
+def refusals(chain: Chain, start: Start, role: str, every: Every) -> Iterator[Trial]:
     """Each operation fails once with each errno that it can have."""
-    for planned in start.traces[role][::stride]:
+    for planned in every(start.traces[role]):
         for code in errors_of(planned):
             ran = chain.disturb(start, Fault(FAIL, planned.number, code, role=role, traced=(role,)))
             hit = next(each for each in ran.trace if each.number == planned.number)
@@ -130,18 +133,18 @@ def refusals(chain: Chain, start: Start, role: str, stride: int) -> Iterator[Tri
 
 
 def refused_from(
-    chain: Chain, start: Start, role: str, code: int, which: tuple[str, ...], stride: int
+    chain: Chain, start: Start, role: str, code: int, which: tuple[str, ...], every: Every
 ) -> Iterator[Trial]:
     """From each operation on, all of these fail: a disk that is full, or read-only, stays so."""
-    for operation in start.traces[role][::stride]:
+    for operation in every(start.traces[role]):
         if operation.name in which and not operation.stream:
             ran = chain.disturb(start, Fault(FAIL_FROM, operation.number, code, which, role))
             yield f"{role} from {operation.number}", ran, lambda ran=ran: _require_status(ran, (Status.CONFLICT,), code)
 
 
-def harmless(chain: Chain, start: Start, role: str, stride: int) -> Iterator[Trial]:
+def harmless(chain: Chain, start: Start, role: str, every: Every) -> Iterator[Trial]:
     """Writes that take only a part of the bytes, and calls that a signal interrupts, go through."""
-    for planned in start.traces[role][::stride]:
+    for planned in every(start.traces[role]):
         faults = [Fault(FAIL, planned.number, errno.EINTR, role=role, traced=(role,))]
         if planned.name == "write":
             faults += [Fault(SHORT, planned.number, 500, role=role, traced=(role,))]
@@ -153,7 +156,7 @@ def harmless(chain: Chain, start: Start, role: str, stride: int) -> Iterator[Tri
                 yield where, ran, lambda ran=ran: _require_as_ever(start, ran)
 
 
-def limits(chain: Chain, start: Start, kind: int, values: range) -> Iterator[Trial]:
+def limits(chain: Chain, start: Start, kind: int, values: Iterable[int]) -> Iterator[Trial]:
     """A limit of the process (RLIMIT_NOFILE, RLIMIT_FSIZE) that is too low, or just enough."""
     for value in values:
         def lower(value: int = value) -> None:
@@ -166,7 +169,7 @@ def limits(chain: Chain, start: Start, kind: int, values: range) -> Iterator[Tri
         )
 
 
-def small_disks(chain: Chain, sizes: range, option: str) -> Iterator[Trial]:
+def small_disks(chain: Chain, sizes: Iterable[int], option: str) -> Iterator[Trial]:
     """The whole chain on a file system that is too small, which then grows."""
     for size in sizes:
         mount = ["mount", "-t", "tmpfs", "-o", f"{option}={size}", "none", chain.root]
@@ -300,11 +303,11 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="every so many-th point: seconds, for the tests")
     parser.add_argument("word", nargs="?", default="", help="only the rows that have this in their title")
     given = parser.parse_args()
-    stride = 13 if given.short else 1
+    every = Every(149 if given.short else 1)
     with chain_under_faults() as chain:
         table = Table(chain)
         table.say("what is disturbed", "points", "states", "held")
-        for title, stage, trials in rows(table.chain, stride):
+        for title, stage, trials in rows(table.chain, every):
             if given.word in title:
                 table.row(title, stage, trials)
         controls(table)
@@ -312,31 +315,31 @@ def main() -> int:
     return 1 if table.broken else 0
 
 
-def rows(chain: Chain, stride: int) -> Iterator[tuple[str, Stage, Iterator[Trial]]]:
+def rows(chain: Chain, every: Every) -> Iterator[tuple[str, Stage, Iterator[Trial]]]:
     """(title, stage, trials) of every row of the table."""
     processes = [(start, role) for start in chain.starts for role in start.traces]
     for start, role in processes:
-        yield f"killed: {_called(start, role)}", start.stage, kills(chain, start, role, stride)
+        yield f"killed: {_called(start, role)}", start.stage, kills(chain, start, role, every)
     for title in ("score rollout", "score training", "compare", "seal"):
         start = chain.start(title)
-        yield f"killed twice: {title}", start.stage, kills_of_kills(chain, start, stride)
+        yield f"killed twice: {title}", start.stage, kills_of_kills(chain, start, every)
     for start, role in processes:
-        yield f"refused: {_called(start, role)}", start.stage, refusals(chain, start, role, stride)
+        yield f"refused: {_called(start, role)}", start.stage, refusals(chain, start, role, every)
     for code, which in ((errno.ENOSPC, FULL), (errno.EDQUOT, FULL), (errno.EROFS, READ_ONLY)):
         for start, role in processes:
             if any(each.name in which and not each.stream for each in start.traces[role]):
                 title = f"{errno.errorcode[code]} from there on: {_called(start, role)}"
-                yield title, start.stage, refused_from(chain, start, role, code, which, stride)
+                yield title, start.stage, refused_from(chain, start, role, code, which, every)
     for start, role in processes:
-        yield f"short, interrupted: {_called(start, role)}", start.stage, harmless(chain, start, role, stride)
+        yield f"short, interrupted: {_called(start, role)}", start.stage, harmless(chain, start, role, every)
     for start in chain.starts:
-        sizes, files = range(0, 6000, 400 * stride), range(3, 24, 1 + stride // 4)
-        yield f"RLIMIT_FSIZE: {start.title}", start.stage, limits(chain, start, resource.RLIMIT_FSIZE, sizes)
-        yield f"RLIMIT_NOFILE: {start.title}", start.stage, limits(chain, start, resource.RLIMIT_NOFILE, files)
+        sizes, files = range(0, 6000, 400), range(3, 24)
+        yield f"RLIMIT_FSIZE: {start.title}", start.stage, limits(chain, start, resource.RLIMIT_FSIZE, every(sizes))
+        yield f"RLIMIT_NOFILE: {start.title}", start.stage, limits(chain, start, resource.RLIMIT_NOFILE, every(files))
     if mountable():
-        more, last = 1 + stride // 3, chain.stages["seal"]
-        yield "a small tmpfs, by bytes", last, small_disks(chain, range(24576, 150_000, 4096 * more), "size")
-        yield "a small tmpfs, by files", last, small_disks(chain, range(4, 60, 2 * more), "nr_inodes")
+        last, sizes, files = chain.stages["seal"], range(24576, 150_000, 4096), range(4, 60, 2)
+        yield "a small tmpfs, by bytes", last, small_disks(chain, every(sizes), "size")
+        yield "a small tmpfs, by files", last, small_disks(chain, every(files), "nr_inodes")
     else:
         print("no tmpfs can be mounted here: those rows are left out")
 

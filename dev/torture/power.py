@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tests")]
 
-from crash_fixtures import CHANGING, STANDING, Broken, Chain, Start, Tree, chain_under_faults  # noqa: E402
+from crash_fixtures import CHANGING, STANDING, Broken, Chain, Every, Start, Tree, chain_under_faults  # noqa: E402
 from fault_fixtures import KILL_BEFORE, Fault, Ran  # noqa: E402
 from power_fixtures import Disk, Node, printed_at  # noqa: E402
 
@@ -48,21 +48,21 @@ def _disk(chain: Chain, start: Start) -> Disk:
     return Disk(str(chain.root), [(place, content is None) for place, content in sorted(start.tree.items())])
 
 
-def interrupted(chain: Chain, start: Start, stride: int) -> Iterator[tuple[str, list[Ran]]]:
+def interrupted(chain: Chain, start: Start, every: Every) -> Iterator[tuple[str, list[Ran]]]:
     """The stage killed at each change it makes, and run again."""
     for role, trace in start.traces.items():
-        for operation in [each for each in trace if each.name in CHANGING][::stride]:
+        for operation in every(each for each in trace if each.name in CHANGING):
             killed = chain.disturb(start, Fault(KILL_BEFORE, operation.number, role=role, traced=BOTH))
             yield f"killed at {operation.number}", [killed, chain.run(start.stage, start.stdin, Fault(traced=BOTH))]
 
 
-def losses(chain: Chain, start: Start, ran: Ran, after: Tree, stride: int) -> Iterator[tuple[str, Tree, bytes]]:
+def losses(chain: Chain, start: Start, ran: Ran, after: Tree, every: Every) -> Iterator[tuple[str, Tree, bytes]]:
     """(where, tree, what was printed by then): after every operation both of what may be left."""
     disk, position = _disk(chain, start), 0
-    for number, operation in enumerate(ran.trace):
+    for operation in ran.trace:
         disk.do(operation)
         _, position = printed_at(operation, ran.out, position)
-        if number % stride == 0:
+        if every.takes():
             for what, nodes in (("names", disk.top.lasting()), ("bytes", dict(disk.all()))):
                 left = {place: _left(node, after.get(place, b"")) for place, node in nodes.items()}
                 yield f"after {operation.name} {operation.path}, {what} lost", left, ran.out[:position]
@@ -104,7 +104,7 @@ CONTROLS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="every so many-th point: seconds, for the tests")
-    stride = 29 if parser.parse_args().short else 1
+    every = Every(101 if parser.parse_args().short else 1)
     broken = 0
     line = "{:36} {:>7} {:>11} {:>9} {:>9} {:>7}".format
     with chain_under_faults() as chain:
@@ -113,11 +113,11 @@ def main() -> int:
             found, traces, operations, tried, states = [], 0, 0, 0, 0
             ran = chain.disturb(start, Fault(traced=BOTH))
             after = chain.tree()
-            for where, runs in (("undisturbed", [ran]), *interrupted(chain, start, stride)):
+            for where, runs in (("undisturbed", [ran]), *interrupted(chain, start, every)):
                 traces += 1
                 operations += sum(len(each.trace) for each in runs)
                 found += [f"{where}: {flaw}" for flaw in dict.fromkeys(flaws(chain, start, runs))]
-            for where, left, printed in losses(chain, start, ran, after, stride):
+            for where, left, printed in losses(chain, start, ran, after, every):
                 tried += 1
                 chain.restore(left)
                 try:
