@@ -303,7 +303,7 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="every so many-th point: seconds, for the tests")
     parser.add_argument("word", nargs="?", default="", help="only the rows that have this in their title")
     given = parser.parse_args()
-    every = Every(149 if given.short else 1)
+    every = Every(211 if given.short else 1)
     with chain_under_faults() as chain:
         table = Table(chain)
         table.say("what is disturbed", "points", "states", "held")

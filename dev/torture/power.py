@@ -104,7 +104,7 @@ CONTROLS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="every so many-th point: seconds, for the tests")
-    every = Every(101 if parser.parse_args().short else 1)
+    every = Every(151 if parser.parse_args().short else 1)
     broken = 0
     line = "{:36} {:>7} {:>11} {:>9} {:>9} {:>7}".format
     with chain_under_faults() as chain:
