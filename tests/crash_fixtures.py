@@ -156,10 +156,10 @@ class Chain:
         return self.run(start.stage, start.stdin, fault, before)
 
     def finish(self, stage: Stage, printed: bytes) -> bool:
-        """What comes after a disturbed stage: the rest of its pipe, then everything again from the plan. Broken unless
+        """What comes after a disturbed stage: the rest of its pipe, then everything again from the plan.
 
-        no final name holds but what it holds undisturbed, no sealed attempt changes, and the verdicts come out the
-        same. False: just this was finished before.
+        Broken where a final name holds what it does not undisturbed, a sealed attempt changes, or other verdicts come
+        out. False: just this was finished before.
         """
         tree = self.tree()
         key = canon.digest_bytes(repr((stage.name, printed, sorted(_unnamed(tree).items()))).encode())
@@ -169,6 +169,8 @@ class Chain:
         stages = list(self.stages.values())
         sealed = self.sealed()
         for later in stages[stages.index(stage) + 1 :]:
+            if not printed:  # a tool that reads nothing does nothing
+                break
             printed = self.run(later, printed).out
             sealed = self.require_kept(sealed)
         self.resume()
@@ -180,6 +182,8 @@ class Chain:
         """`xd-plan | xd-resume | …`: Broken unless each stage succeeds and the verdicts are those of the reference."""
         stdin = b""
         for stage in self.stages.values():
+            if stage.tool != "plan" and not stdin:  # all was answered
+                break
             ran = self.run(stage, stdin)
             if ran.status:
                 raise Broken(f"resumed, {stage.name} ended with {ran.status}: {ran.err}")
