@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
 import gc
 import importlib
 import json
@@ -23,9 +22,9 @@ from typing import Any, TypeVar
 
 import scoring_fixtures
 import smoke_fixtures
-from fault_fixtures import UNDISTURBED, Fault, Injector, Operation, Ran, under_faults
+from fault_fixtures import UNDISTURBED, Fault, Injector, Operation, Ran, temporary, under_faults
 
-from libxd import canon, environment, publish, seal, sequences
+from libxd import canon, environment, seal, sequences
 from libxd.rundir import PAYLOADS, SEAL, SIDES, Attempt
 
 POLICY = ("--runtime", "cpu-smoke")
@@ -273,10 +272,6 @@ def _experiment(root: Path) -> Path:
 # -- what of a tree is the same in every run
 
 
-def temporary(place: str) -> bool:
-    return os.path.basename(place).startswith(publish.TEMPORARY_PREFIX)
-
-
 def _without_attempt(place: str) -> str:
     return re.sub(r"/a\d{4}/", "/", place)
 
@@ -313,33 +308,3 @@ def _unnamed(tree: Tree) -> dict[str, bytes | str | None]:
             bool(content) if temporary(place) else content
         for place, content in tree.items()
     }  # fmt: skip
-
-
-# -- which faults an operation can have
-
-
-def errors_of(operation: Operation) -> tuple[int, ...]:
-    """The errnos by which a system refuses this operation."""
-    name, path = operation.name, operation.path
-    if path == "<pipe>":
-        return ()
-    if path.startswith("<"):
-        return (errno.EIO, errno.ENOSPC) if name == "write" else (errno.EIO,)
-    if name == "close":  # of what was written: a network file system may say only here that it could not
-        return (errno.EIO, errno.ENOSPC, errno.EDQUOT) if temporary(path) else ()
-    opening = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-    if name in ("open", "open-directory", "list"):
-        return (errno.EIO, *opening)
-    if name in ("read", "truncate"):
-        return (errno.EIO,)
-    if name in ("unlink", "rmdir"):
-        return (errno.EIO, errno.EROFS)
-    full = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
-    if name in ("write", "fsync"):
-        return full
-    return (*full, errno.EROFS, *(opening if name == "create" else ()))
-
-
-CHANGING = ("create", "write", "fsync", "link", "rename", "symlink", "mkdir", "unlink", "rmdir", "truncate")
-FULL = ("create", "write", "link", "rename", "symlink", "mkdir")
-READ_ONLY = ("create", "link", "rename", "symlink", "mkdir", "unlink", "rmdir")

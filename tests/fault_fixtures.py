@@ -8,6 +8,7 @@ the child runs is the tool's own entry; the scorer's child is forked from it whe
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from libxd import publish
 
 SOURCE = Path(__file__).resolve().parent.parent / "dev" / "torture" / "faults.c"
 
@@ -71,6 +74,38 @@ class Ran:
     out: bytes
     err: str
     trace: tuple[Operation, ...] = ()
+
+
+def temporary(place: str) -> bool:
+    """Whether a path bears the name of a file that is being written."""
+    return os.path.basename(place).startswith(publish.TEMPORARY_PREFIX)
+
+
+def errors_of(operation: Operation) -> tuple[int, ...]:
+    """The errnos by which a system refuses this operation."""
+    name, path = operation.name, operation.path
+    if path == "<pipe>":
+        return ()
+    if path.startswith("<"):
+        return (errno.EIO, errno.ENOSPC) if name == "write" else (errno.EIO,)
+    if name == "close":  # of what was written: a network file system may say only here that it could not
+        return (errno.EIO, errno.ENOSPC, errno.EDQUOT) if temporary(path) else ()
+    opening = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+    if name in ("open", "open-directory", "list"):
+        return (errno.EIO, *opening)
+    if name in ("read", "truncate"):
+        return (errno.EIO,)
+    if name in ("unlink", "rmdir"):
+        return (errno.EIO, errno.EROFS)
+    full = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
+    if name in ("write", "fsync"):
+        return full
+    return (*full, errno.EROFS, *(opening if name == "create" else ()))
+
+
+CHANGING = ("create", "write", "fsync", "link", "rename", "symlink", "mkdir", "unlink", "rmdir", "truncate")
+FULL = ("create", "write", "link", "rename", "symlink", "mkdir")
+READ_ONLY = ("create", "link", "rename", "symlink", "mkdir", "unlink", "rmdir")
 
 
 def under_faults() -> None:

@@ -10,8 +10,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from crash_fixtures import CHANGING
-from fault_fixtures import Operation
+from fault_fixtures import CHANGING, Operation
 
 
 @dataclass(eq=False)

@@ -30,7 +30,7 @@ def short_form(program: str) -> str:
 def test_a_sample_of_crashes_and_refusals_loses_nothing():
     table = short_form("crash.py")
     assert len(re.findall(r"^killed: .* [1-9]\d* +\d+ +[1-9]", table, re.M)) >= 5
-    assert len(re.findall(r"^refused: .* [1-9]\d* +\d+ +[1-9]", table, re.M)) >= 5
+    assert len(re.findall(r"^refused: .* [1-9]\d* +\d+ +[1-9]", table, re.M)) >= 3
     assert len(re.findall("^control: .* found$", table, re.M)) == 3
     assert table.endswith(" 0 did not hold\n")
 

@@ -23,30 +23,30 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tests")]
 
 from crash_fixtures import (  # noqa: E402
-    CHANGING,
-    FULL,
-    READ_ONLY,
     Broken,
     Chain,
     Every,
     Stage,
     Start,
     chain_under_faults,
-    errors_of,
-    temporary,
 )
 from fault_fixtures import (  # noqa: E402
+    CHANGING,
     FAIL,
     FAIL_FROM,
+    FULL,
     KILL_AFTER,
     KILL_BEFORE,
     KILLED,
+    READ_ONLY,
     SHORT,
     TEAR,
     UNDISTURBED,
     Fault,
     Operation,
     Ran,
+    errors_of,
+    temporary,
 )
 
 from libxd import publish  # noqa: E402

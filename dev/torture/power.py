@@ -20,8 +20,8 @@ from types import SimpleNamespace
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tests")]
 
-from crash_fixtures import CHANGING, STANDING, Broken, Chain, Every, Start, Tree, chain_under_faults  # noqa: E402
-from fault_fixtures import KILL_BEFORE, Fault, Ran  # noqa: E402
+from crash_fixtures import STANDING, Broken, Chain, Every, Start, Tree, chain_under_faults  # noqa: E402
+from fault_fixtures import CHANGING, KILL_BEFORE, Fault, Ran  # noqa: E402
 from power_fixtures import Disk, Node, printed_at  # noqa: E402
 
 from libxd import publish  # noqa: E402
