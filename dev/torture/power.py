@@ -1,6 +1,6 @@
 """Power is lost at each file operation of the chain, on a file system that keeps nothing but what was synced.
 
-    python -P dev/torture/power.py [--short]
+    python -P dev/torture/power.py [--short] [WORD]
 
 A trace of every tool is recorded, and one of each tool killed at each change it makes and then run again. In each the
 bytes of a file must be synced before it gets its name, and its name, and those of the directories above it, before its
@@ -104,12 +104,14 @@ CONTROLS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="every so many-th point: seconds, for the tests")
-    every = Every(151 if parser.parse_args().short else 1)
+    parser.add_argument("word", nargs="?", default="", help="only the stages that have this in their name")
+    given = parser.parse_args()
+    every = Every(151 if given.short else 1)
     broken = 0
     line = "{:36} {:>7} {:>11} {:>9} {:>9} {:>7}".format
     with chain_under_faults() as chain:
         print(line("stage", "traces", "operations", "losses", "states", "held"), flush=True)
-        for start in chain.starts:
+        for start in (start for start in chain.starts if given.word in start.title):
             found, traces, operations, tried, states = [], 0, 0, 0, 0
             ran = chain.disturb(start, Fault(traced=BOTH))
             after = chain.tree()
