@@ -268,7 +268,7 @@ def publish_plan(runs: str | os.PathLike[str], experiment: Experiment, encoded: 
     files = {"experiment.json": canon.dumps(config) + b"\n", "plan.jsonl": b"".join(line + b"\n" for line in encoded)}
     digest = canon.digest({name: canon.digest_bytes(data) for name, data in files.items()})
     directory = run.path / "plans" / digest
-    publish.directory(directory, run.path.parent)
+    publish.directory(directory)
     for name, data in files.items():
         publish.publish(directory / name, data)
     publish.point(run.path / "plan", directory)

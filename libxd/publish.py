@@ -116,15 +116,19 @@ def point(link: Path, target: Path) -> None:
         sync_directory(link.parent)
 
 
-def directory(path: Path, base: Path) -> None:
-    """`mkdir -p`, durable: each directory that is made, and each from `base` (a parent) down, whoever made it.
+def directory(path: Path) -> None:
+    """`mkdir -p`, durable, and whoever made them: each is synced in its parent before anything is made in it, so that
+    of those that are there only the last may have been left unsynced.
 
     XdError 73 when one cannot be made, 75 for want of descriptors or memory.
     """
+    places = [path, *path.parents]
     with _system_errors(path):
-        wanted = [place for place in (path, *path.parents) if base in place.parents or not os.path.isdir(place)]
-        path.mkdir(parents=True, exist_ok=True)
-        for place in reversed(wanted):
+        there = next(number for number, place in enumerate(places) if os.path.isdir(place))
+        with contextlib.suppress(PermissionError):  # a parent that may not be read
+            sync_directory(places[there].parent)
+        for place in reversed(places[:there]):
+            place.mkdir(exist_ok=True)
             sync_directory(place.parent)
 
 

@@ -197,12 +197,32 @@ def test_a_link_is_synced_before_it_is_told(tmp_path, done):
     assert done == [("fsync", tmp_path.name.split("-")[0])] * 2
 
 
-def test_directories_are_synced_where_they_are_made_and_from_the_base_down(tmp_path, done):
-    publish.directory(tmp_path / "runs" / "s0" / "cases", tmp_path / "runs")
-    assert [name for _, name in done] == [tmp_path.name.split("-")[0], "runs", "s0"]
+def test_directories_are_synced_before_anything_is_made_in_them(tmp_path, monkeypatch):
+    """And the last of those that are there: whoever made it may have been ended before that."""
+    done = []
+    mkdir = os.mkdir
+    monkeypatch.setattr(os, "mkdir", lambda path, *mode: (mkdir(path, *mode), done.append(("mkdir", path.name))))
+    monkeypatch.setattr(publish, "sync_directory", lambda path: done.append(("sync", path.name)))
+    (tmp_path / "runs").mkdir()
     done.clear()
-    publish.directory(tmp_path / "runs" / "s0" / "cases", tmp_path / "runs")
-    assert [name for _, name in done] == ["runs", "s0"]
+    publish.directory(tmp_path / "runs" / "s0" / "cases")
+    assert done == [("sync", tmp_path.name), ("mkdir", "s0"), ("sync", "runs"), ("mkdir", "cases"), ("sync", "s0")]
+    done.clear()
+    publish.directory(tmp_path / "runs" / "s0" / "cases")
+    assert done == [("sync", "s0")]
+
+
+def test_a_parent_that_may_not_be_read_is_no_matter(tmp_path, monkeypatch):
+    synced = publish.sync_directory
+
+    def refuse(path):
+        if path == tmp_path.parent:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        synced(path)
+
+    monkeypatch.setattr(publish, "sync_directory", refuse)
+    publish.directory(tmp_path / "runs")
+    assert (tmp_path / "runs").is_dir()
 
 
 @pytest.mark.parametrize(("code", "passes"), [(errno.EINVAL, True), (errno.EROFS, True), (errno.EIO, False)])

@@ -91,7 +91,7 @@ def _syncs(wanted: Callable[[int], bool]) -> Callable[[], None]:
 
 
 def _makes_directories() -> None:
-    publish.directory = lambda path, base: path.mkdir(parents=True, exist_ok=True)
+    publish.directory = lambda path: path.mkdir(parents=True, exist_ok=True)
 
 
 CONTROLS = (

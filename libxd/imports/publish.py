@@ -44,7 +44,7 @@ def begin(runs: str | os.PathLike[str], experiment_id: str, name: str, batch: Ba
     path = run.sequences(identity["digest"]) if identity else None
     row = schema.validate("plan_row", request.row(experiment_id, name, identity, path and str(path), declared), name)
     if sequences and path:
-        publish.directory(path.parent, run.path.parent)
+        publish.directory(path.parent)
         frozen.write(path, sequences)
     attempt = run.new_attempt(row["case_id"])
     attempt.write_json("requested.json", row)
