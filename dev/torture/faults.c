@@ -30,16 +30,14 @@ static __thread long number; /* of this thread's operation */
 static int parameter; /* of FAIL: errno; of TEAR and SHORT: how many thousandths of the bytes are written */
 static int trace = -1;
 static pid_t armed;
-static const char *only; /* operations that FAIL_FROM fails; one in this list of words, each between commas */
-static char only_words[256];
+static char only[256]; /* the operations that FAIL_FROM fails, as ",write,create,"; "" for all */
 
-/* from: below which directory; which: a word list as ",write,create,", or "" for all. Returns 0. */
+/* from: the root; trace_path: "" for no trace; the others as above. Returns 0. */
 int faults_arm(const char *from, const char *trace_path, long which_number, int what, int with, const char *which) {
     snprintf(root, sizeof root, "%s", from);
     root_length = strlen(root);
     at = which_number, action = what, parameter = with, counted = 0;
-    snprintf(only_words, sizeof only_words, "%s", which);
-    only = *only_words ? only_words : NULL;
+    snprintf(only, sizeof only, "%s", which);
     if (*trace_path) {
         int low = syscall(SYS_openat, AT_FDCWD, trace_path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
         trace = syscall(SYS_fcntl, low, F_DUPFD_CLOEXEC, 200); /* out of the way of the numbers that a tool gets */
@@ -88,7 +86,7 @@ static int begin(const char *operation, const char *path) {
     if (action == FAIL_FROM && number >= at && *path == '/') {
         char word[64];
         snprintf(word, sizeof word, ",%s,", operation);
-        if (!only || strstr(only, word)) {
+        if (!*only || strstr(only, word)) {
             errno = parameter;
             return -1;
         }
