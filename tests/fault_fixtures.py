@@ -90,9 +90,8 @@ def errors_of(operation: Operation) -> tuple[int, ...]:
         return (errno.EIO, errno.ENOSPC) if name == "write" else (errno.EIO,)
     if name == "close":  # of what was written: a network file system may say only here that it could not
         return (errno.EIO, errno.ENOSPC, errno.EDQUOT) if temporary(path) else ()
-    opening = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
     if name in ("open", "open-directory", "list"):
-        return (errno.EIO, *opening)
+        return (errno.EIO, errno.EMFILE)
     if name in ("read", "truncate"):
         return (errno.EIO,)
     if name in ("unlink", "rmdir"):
@@ -100,7 +99,7 @@ def errors_of(operation: Operation) -> tuple[int, ...]:
     full = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
     if name in ("write", "fsync"):
         return full
-    return (*full, errno.EROFS, *(opening if name == "create" else ()))
+    return (*full, errno.EROFS, *((errno.EMFILE,) if name == "create" else ()))
 
 
 CHANGING = ("create", "write", "fsync", "link", "rename", "symlink", "mkdir", "unlink", "rmdir", "truncate")

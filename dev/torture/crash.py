@@ -223,7 +223,7 @@ def _require_refusal(chain: Chain, start: Start, ran: Ran, operation: Operation,
         return
     reading = operation.path == "<stdin>" or operation.name in ("open", "list", "read")
     status = (
-        Status.RETRY if code in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+        Status.RETRY if code == errno.EMFILE
         else Status.MISSING if reading else Status.CONFLICT
     )  # fmt: skip
     # an attempt that cannot be read is no answer: xd-resume says so, and the row is scored anew
