@@ -132,6 +132,12 @@ def directory(path: Path) -> None:
             sync_directory(place.parent)
 
 
+def settle(path: Path) -> None:
+    """Make durable what stands in a directory, whoever wrote it there. XdError 73 or 75 where that fails."""
+    with _system_errors(path):
+        sync_directory(path)
+
+
 def sync_directory(path: Path) -> None:
     """Make a directory's entries durable, as far as its file system knows of that."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -160,12 +160,12 @@ class Injector:
         _fresh_streams()
         sys.argv = [f"xd-{tool}", *map(str, arguments)]
 
-        def arm(role: str) -> None:
+        def arm(role: str, first: bool = True) -> None:
             if role == fault.role or role in fault.traced:
                 words = f",{','.join(fault.only)}," if fault.only else ""
                 self._library.faults_arm(
                     os.fsencode(self.root), os.fsencode(files["trace"]) if role in fault.traced else b"",
-                    ctypes.c_long(fault.at), fault.action if role == fault.role else NONE, fault.parameter,
+                    ctypes.c_long(fault.at), fault.action if role == fault.role and first else NONE, fault.parameter,
                     words.encode(),
                 )  # fmt: skip
 
@@ -175,8 +175,9 @@ class Injector:
         cmd.run(tool)
 
 
-def _forking(arm: Callable[[str], None]) -> type[subprocess.Popen[bytes]]:
-    """A Popen that forks the scorer's child instead of starting an interpreter for it."""
+def _forking(arm: Callable[[str, bool], None]) -> type[subprocess.Popen[bytes]]:
+    """A Popen that forks the scorer's child instead of starting an interpreter for it. The first one is disturbed."""
+    started: list[int] = []
 
     class Forking(subprocess.Popen):  # type: ignore[type-arg]
         def _execute_child(self, command: Any, *given: Any) -> None:
@@ -190,19 +191,20 @@ def _forking(arm: Callable[[str], None]) -> type[subprocess.Popen[bytes]]:
                 for number in range(3, 200):  # the trace of the tool has a number above
                     if number not in pass_fds:
                         _close_quietly(number)
-                _leave(lambda: _scorers_child(command, arm))
+                _leave(lambda: _scorers_child(command, lambda: arm("child", not started)))
+            started.append(self.pid)
             self._child_created = True
             self._close_pipe_fds(*pipes)
 
     return Forking
 
 
-def _scorers_child(command: Sequence[str], arm: Callable[[str], None]) -> None:
+def _scorers_child(command: Sequence[str], arm: Callable[[], None]) -> None:
     from libxd.scoring import child
 
     _fresh_streams()
     sys.argv = ["child", *command[command.index("--side") :]]
-    arm("child")
+    arm()
     sys.exit(child.main())
 
 

@@ -71,7 +71,7 @@ def cli(
             with console.guard(path):
                 task = Task.read(path, side, shard_tokens)
                 if task.answered():
-                    publish.sync_directory(task.attempt.path)  # who scored it may have been ended before that
+                    publish.settle(task.attempt.path)  # who scored it may have been ended before that
                     console.debug(f"{path}: scored already")
                 else:
                     reuse = supervisor.score(task, wait_for_room)
