@@ -136,6 +136,9 @@ class XdErrors(XdError):
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
+#: what there may be enough of at another time: descriptors, memory, processes
+_SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
+
 #: how torch and its allocators say that memory ran out
 _OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory")
 
@@ -146,8 +149,14 @@ def ran_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(word in said for word in _OUT_OF_MEMORY)
 
 
+def is_scarce(error: OSError) -> bool:
+    """Whether the system refuses for want of descriptors, memory or processes: 75, worth trying again."""
+    return error.errno in _SCARCE
+
+
 def of_exception(error: BaseException, where: str = "") -> XdError:
-    """The one way from an exception to a status: what the system refuses is 66 or 73, memory 75, the unforeseen 70.
+    """The one way from an exception to a status: what the system refuses is 66 or 73, what is scarce 75 (descriptors,
+    memory), the unforeseen 70.
 
     An XdError is returned as it is. where: what was being worked on, if the system names nothing else.
     """
@@ -160,7 +169,8 @@ def of_exception(error: BaseException, where: str = "") -> XdError:
             reason += f": {_text(error.filename)}"
         if error.errno in _UNWRITABLE:
             return XdError(f"cannot be written: {reason}", status=Status.CONFLICT, code="cannot-write", where=where)
-        return XdError(f"cannot be read: {reason}", status=Status.MISSING, code="unreadable", where=where)
+        status = Status.RETRY if is_scarce(error) else Status.MISSING
+        return XdError(f"cannot be read: {reason}", status=status, code="unreadable", where=where)
     if isinstance(error, ValueError) and "null byte" in str(error):  # no system call takes such a path
         return XdError("a path holds a NUL byte", code="bad-path", where=where)
     if isinstance(error, UnicodeDecodeError | UnicodeEncodeError | UnicodeTranslateError):

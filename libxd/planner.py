@@ -268,10 +268,7 @@ def publish_plan(runs: str | os.PathLike[str], experiment: Experiment, encoded: 
     files = {"experiment.json": canon.dumps(config) + b"\n", "plan.jsonl": b"".join(line + b"\n" for line in encoded)}
     digest = canon.digest({name: canon.digest_bytes(data) for name, data in files.items()})
     directory = run.path / "plans" / digest
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise publish.cannot_write(directory, error) from error
+    publish.directory(directory)
     for name, data in files.items():
         publish.publish(directory / name, data)
     publish.point(run.path / "plan", directory)

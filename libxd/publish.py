@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from libxd import canon, schema
-from libxd.errors import Status, XdError
+from libxd.errors import Status, XdError, is_scarce, of_exception
 
 TEMPORARY_PREFIX = ".tmp-"
 _BLOCK = 1 << 20
@@ -25,13 +25,15 @@ _BLOCK = 1 << 20
 def publish(path: str | os.PathLike[str], data: bytes | Iterable[bytes | memoryview]) -> bool:
     """Write `data` to `path`. True: written. False: the same bytes stood there already.
 
-    XdError 73 when other bytes stand there (they are kept), 73 too when the directory cannot be written or is full.
+    XdError 73 when other bytes stand there (they are kept), 73 too when the directory cannot be written or is full;
+    66 when what stands there cannot be read; 75 for want of descriptors or memory.
     """
     path = Path(path)
     chunks = (data,) if isinstance(data, bytes | bytearray) else data
     with _system_errors(path):
         if os.path.lexists(path):
             if _holds(path, chunks):
+                sync_directory(path.parent)  # whoever wrote it may have been ended before that
                 return False
             raise _differs(path)
         with temporary(path) as file:
@@ -82,6 +84,7 @@ def commit(file: BinaryIO, path: Path) -> bool:
     except FileExistsError:
         file.seek(0)
         if _holds(path, iter(lambda: file.read(_BLOCK), b"")):
+            sync_directory(path.parent)
             return False
         raise _differs(path) from None
     sync_directory(path.parent)
@@ -102,6 +105,7 @@ def point(link: Path, target: Path) -> None:
     name = link.parent / f"{TEMPORARY_PREFIX}{link.name}-{os.getpid()}-{os.urandom(4).hex()}"
     with _system_errors(link):
         if link.is_symlink() and os.readlink(link) == leads:
+            sync_directory(link.parent)
             return
         try:
             os.symlink(leads, name)
@@ -112,30 +116,55 @@ def point(link: Path, target: Path) -> None:
         sync_directory(link.parent)
 
 
+def directory(path: Path) -> None:
+    """`mkdir -p`, durable, and whoever made them: each is synced in its parent before anything is made in it, so that
+    of those that are there only the last may have been left unsynced.
+
+    XdError 73 when one cannot be made, 75 for want of descriptors or memory.
+    """
+    places = [path, *path.parents]
+    with _system_errors(path):
+        there = next(number for number, place in enumerate(places) if os.path.isdir(place))
+        with contextlib.suppress(PermissionError):  # a parent that may not be read
+            sync_directory(places[there].parent)
+        for place in reversed(places[:there]):
+            place.mkdir(exist_ok=True)
+            sync_directory(place.parent)
+
+
+def settle(path: Path) -> None:
+    """Make durable what stands in a directory, whoever wrote it there. XdError 73 or 75 where that fails."""
+    with _system_errors(path):
+        sync_directory(path)
+
+
 def sync_directory(path: Path) -> None:
-    """Make a directory's entries durable."""
+    """Make a directory's entries durable, as far as its file system knows of that."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EROFS):  # an archive that is only read, some network file systems
+            raise
     finally:
         os.close(descriptor)
 
 
 def _holds(path: Path, chunks: Iterable[bytes | memoryview]) -> bool:
-    """Whether the regular file at `path` (no symlink is followed) holds just these bytes."""
+    """Whether the regular file at `path` (no symlink is followed) holds just these bytes. XdError: unreadable."""
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             return False
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return False
-    with open(descriptor, "rb") as file:
-        for chunk in chunks:
-            for start in range(0, len(block := memoryview(chunk).cast("B")), _BLOCK):
-                part = block[start : start + _BLOCK]
-                if file.read(len(part)) != part:
-                    return False
-        return not file.read(1)
+        with open(descriptor, "rb") as file:
+            for chunk in chunks:
+                for start in range(0, len(block := memoryview(chunk).cast("B")), _BLOCK):
+                    part = block[start : start + _BLOCK]
+                    if file.read(len(part)) != part:
+                        return False
+            return not file.read(1)
+    except OSError as error:
+        raise of_exception(error, str(path)) from error
 
 
 def _differs(path: Path) -> XdError:
@@ -158,11 +187,13 @@ def _system_errors(path: Path) -> Iterator[None]:
 
 
 def cannot_write(path: str | os.PathLike[str], error: OSError) -> XdError:
-    """The XdError for a failed write: 73 (sysexits' EX_CANTCREAT), nothing half written stays behind."""
+    """The XdError for a failed write; nothing half written stays behind. 73 (sysexits' EX_CANTCREAT), or 75 where it
+    was for want of descriptors or memory."""
+    scarce = is_scarce(error)
     return XdError(
         f"cannot be written: {error.strerror or error}",
-        status=Status.CONFLICT,
+        status=Status.RETRY if scarce else Status.CONFLICT,
         code="cannot-write",
         where=str(path),
-        hint="make the place writable and run the same command again",
+        hint=("" if scarce else "make the place writable and ") + "run the same command again",
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from libxd import canon, seal, strictjson, verdict
-from libxd.errors import XdError
+from libxd.errors import Status, XdError
 from libxd.plain import told_apart
 from libxd.records import Case
 from libxd.rundir import SEAL, Attempt, RunDirectory
@@ -49,7 +49,7 @@ def outcome(row: dict[str, Any], run: RunDirectory, materialized: dict[str, Any]
     """The outcome of `row` in `run`.
 
     materialized: what the row materialises to now; None accepts an attempt of any environment and policy (to list what
-    was measured, wherever that was).
+    was measured, wherever that was). XdError 75 when there are no descriptors or memory left to read an attempt with.
     """
     passed_over = [(it, "an attempt is a directory, and no symlink") for it in run.no_attempts(row["case_id"])]
     newest: dict[str, Attempt] = {}  # state -> the newest attempt in it
@@ -57,6 +57,8 @@ def outcome(row: dict[str, Any], run: RunDirectory, materialized: dict[str, Any]
         try:
             state = _state(attempt, row, materialized)
         except XdError as error:
+            if error.status == Status.RETRY:  # it may well answer: there is only no room to look at it now
+                raise
             passed_over.append((attempt, error.issues[0].line().removeprefix(f"{attempt}: ")))
             continue
         if state == "answered":

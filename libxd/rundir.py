@@ -262,7 +262,7 @@ class RunDirectory:
         case = self.case(case_id)
         try:
             self._own(case_id)
-            case.mkdir(parents=True, exist_ok=True)
+            publish.directory(case)
             number = max((int(a.attempt_id[1:]) for a in self.attempts(case_id)), default=0) + 1
             while True:
                 path = case / f"a{number:04d}"

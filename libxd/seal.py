@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from libxd import canon, publish, strictjson, verdict
-from libxd.errors import Status, XdError, of_exception
+from libxd.errors import Status, XdError, is_scarce, of_exception
 from libxd.records import Case, digest
 from libxd.rundir import PAYLOADS, SEAL, SIDES, Attempt, payloads
 
@@ -51,6 +51,9 @@ def seal(attempt: Attempt) -> bool:
         )  # fmt: skip
     sealed = SEAL in names
     if sealed and (problems := verify(attempt)):
+        if (unread := problems[0]).kind == "unreadable":
+            raise XdError(f"the seal cannot be checked: {unread}", status=Status.MISSING, code="unreadable",
+                          where=str(attempt))  # fmt: skip
         raise XdError(f"was sealed over other content, which is kept: {problems[0]}", status=Status.CONFLICT,
                       code="sealed-differently", where=str(attempt),
                       hint="xd-seal --verify names the files that changed")  # fmt: skip
@@ -72,8 +75,9 @@ def seal(attempt: Attempt) -> bool:
 
 
 def verify(attempt: Attempt, digested: Iterable[str] | None = None) -> list[Problem]:
-    """In which ways the attempt is not what its seal says; [] when it is. XdError only when it cannot be listed.
+    """In which ways the attempt is not what its seal says; [] when it is.
 
+    XdError only when it cannot be listed, 75 when there are no descriptors or memory left to look at it with.
     digested: the files whose content is looked at, None for all; the set of names is in any case.
     """
     names = attempt.names()
@@ -87,7 +91,7 @@ def verify(attempt: Attempt, digested: Iterable[str] | None = None) -> list[Prob
         if strictjson.read_bytes(attempt.file(SEAL)) != _bytes(sealed):
             return [*problems, Problem(SEAL, "malformed", "not in the bytes that xd-seal writes")]
     except XdError as error:
-        return [*problems, Problem(SEAL, "malformed", error.issues[0].message)]
+        return [*problems, _unfit(error, error.issues[0].message)]
     if set(sealed["files"]) != set(wanted := payloads(sealed["files"])):
         return [*problems, Problem(SEAL, "malformed", "seals a set of files that no attempt has")]
     problems = _set_problems(attempt, names, (*wanted, SEAL))
@@ -118,7 +122,7 @@ def _set_problems(attempt: Attempt, names: list[str], wanted: tuple[str, ...]) -
         try:
             mode = os.lstat(attempt.file(name)).st_mode
         except OSError as error:
-            problems.append(Problem(name, "unreadable", error.strerror or str(error)))
+            problems.append(_unreadable(name, error))
             continue
         if stat.S_ISLNK(mode):
             problems.append(Problem(name, "symlink"))
@@ -146,8 +150,22 @@ def _changed(attempt: Attempt, name: str, sealed: dict[str, Any]) -> list[Proble
         if canon.digest_file(attempt.file(name)) != sealed["blake3"]:
             return [Problem(name, "changed", "same size, another digest")]
     except OSError as error:
-        return [Problem(name, "unreadable", error.strerror or str(error))]
+        return [_unreadable(name, error)]
     return []
+
+
+def _unreadable(name: str, error: OSError) -> Problem:
+    """XdError 75 where descriptors or memory have run out: then nothing is known of the file."""
+    if is_scarce(error):
+        raise of_exception(error, name) from error
+    return Problem(name, "unreadable", error.strerror or str(error))
+
+
+def _unfit(error: XdError, detail: str) -> Problem:
+    """What a seal is whose reading, or that of the records it speaks of, fails; likewise."""
+    if error.status == Status.RETRY:
+        raise error
+    return Problem(SEAL, "unreadable" if error.code == "unreadable" else "malformed", detail)
 
 
 def _misnamed(attempt: Attempt, sealed: dict[str, Any]) -> list[Problem]:
@@ -155,7 +173,7 @@ def _misnamed(attempt: Attempt, sealed: dict[str, Any]) -> list[Problem]:
     try:
         requested, materialized = attempt.requested(), attempt.materialized()
     except XdError as error:
-        return [Problem(SEAL, "malformed", f"seals what no tool has written: {error.issues[0].line()}")]
+        return [_unfit(error, f"seals what no tool has written: {error.issues[0].line()}")]
     expected = {
         "experiment_id": requested["experiment_id"],
         "repeat": requested["repeat"],

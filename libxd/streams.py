@@ -75,10 +75,12 @@ def silence_stdout() -> None:
 
 
 def _silence(descriptor: int) -> None:
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    with contextlib.suppress(OSError):
-        os.dup2(nothing, descriptor)
-    os.close(nothing)
+    with contextlib.suppress(OSError):  # as when no descriptor is free: it stays what it is
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nothing, descriptor)
+        finally:
+            os.close(nothing)
 
 
 def stdin() -> BinaryIO | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from libxd import canon, publish, strictjson
-from libxd.errors import Status, XdError
+from libxd.errors import Status, XdError, of_exception
 
 if TYPE_CHECKING:
     import numpy as np
@@ -225,8 +225,7 @@ def _map(path: Path, follow_symlinks: bool) -> mmap.mmap:
     except OSError as error:
         if path.is_symlink():
             raise XdError("is a symlink, which is not followed here", code="symlink", where=where) from error
-        raise XdError(f"cannot be read: {error.strerror}", status=Status.MISSING, code="unreadable",
-                      where=where) from error  # fmt: skip
+        raise of_exception(error, where) from error
     try:
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode):

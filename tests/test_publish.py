@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -155,3 +156,114 @@ def test_what_is_not_canonical_is_said_of_its_file(tmp_path, monkeypatch):
     with pytest.raises(XdError, match="not canonical") as caught:
         publish.publish_json(tmp_path / "x.json", "effect", 2**53)
     assert caught.value.where.endswith("x.json")
+
+
+# -- what must last before it is told
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """What is synced and linked, in order: ("fsync", the path), ("link", the name)."""
+    calls = []
+    link = os.link
+
+    def linked(source, target, **options):
+        link(source, target, **options)
+        calls.append(("link", os.path.basename(target)))
+
+    def synced(descriptor):
+        calls.append(("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).split("-")[0]))
+
+    monkeypatch.setattr(publish.os, "link", linked)
+    monkeypatch.setattr(publish.os, "fsync", synced)
+    return calls
+
+
+def test_bytes_are_synced_before_the_name_and_the_name_before_it_is_told(tmp_path, done):
+    publish.publish(tmp_path / "x", b"1")
+    assert done == [("fsync", ".tmp"), ("link", "x"), ("fsync", tmp_path.name.split("-")[0])]
+
+
+def test_what_another_writer_has_named_is_synced_before_it_is_told(tmp_path, done):
+    """It may have been ended, or not have come to it."""
+    (tmp_path / "x").write_bytes(b"1")
+    assert publish.publish(tmp_path / "x", b"1") is False
+    assert done == [("fsync", tmp_path.name.split("-")[0])]
+
+
+def test_a_link_is_synced_before_it_is_told(tmp_path, done):
+    for _ in range(2):
+        publish.point(tmp_path / "plan", tmp_path / "plans")
+    assert done == [("fsync", tmp_path.name.split("-")[0])] * 2
+
+
+def test_directories_are_synced_before_anything_is_made_in_them(tmp_path, monkeypatch):
+    """And the last of those that are there: whoever made it may have been ended before that."""
+    done = []
+    mkdir = os.mkdir
+    monkeypatch.setattr(os, "mkdir", lambda path, *mode: (mkdir(path, *mode), done.append(("mkdir", path.name))))
+    monkeypatch.setattr(publish, "sync_directory", lambda path: done.append(("sync", path.name)))
+    (tmp_path / "runs").mkdir()
+    done.clear()
+    publish.directory(tmp_path / "runs" / "s0" / "cases")
+    assert done == [("sync", tmp_path.name), ("mkdir", "s0"), ("sync", "runs"), ("mkdir", "cases"), ("sync", "s0")]
+    done.clear()
+    publish.directory(tmp_path / "runs" / "s0" / "cases")
+    assert done == [("sync", "s0")]
+
+
+def test_a_parent_that_may_not_be_read_is_no_matter(tmp_path, monkeypatch):
+    synced = publish.sync_directory
+
+    def refuse(path):
+        if path == tmp_path.parent:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        synced(path)
+
+    monkeypatch.setattr(publish, "sync_directory", refuse)
+    publish.directory(tmp_path / "runs")
+    assert (tmp_path / "runs").is_dir()
+
+
+@pytest.mark.parametrize(("code", "passes"), [(errno.EINVAL, True), (errno.EROFS, True), (errno.EIO, False)])
+def test_a_file_system_that_syncs_no_directories_is_taken_as_it_is(tmp_path, monkeypatch, code, passes):
+    (tmp_path / "x").write_bytes(b"1")
+
+    def refuse(_descriptor):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(publish.os, "fsync", refuse)
+    if passes:
+        assert publish.publish(tmp_path / "x", b"1") is False
+    else:
+        with pytest.raises(XdError, match="cannot be written: Input/output error"):
+            publish.publish(tmp_path / "x", b"1")
+
+
+@pytest.mark.parametrize(("code", "status"), [(errno.EIO, Status.MISSING), (errno.EMFILE, Status.RETRY)])
+def test_what_cannot_be_read_is_not_said_to_be_other_content(tmp_path, monkeypatch, code, status):
+    (tmp_path / "x").write_bytes(b"1")
+
+    def refuse(*_arguments):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(publish.os, "open", refuse)
+    with pytest.raises(XdError) as caught:
+        publish.publish(tmp_path / "x", b"1")
+    assert (caught.value.status, caught.value.code) == (status, "unreadable")
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [(errno.ENOSPC, Status.CONFLICT), (errno.EDQUOT, Status.CONFLICT), (errno.EROFS, Status.CONFLICT),
+     (errno.EMFILE, Status.RETRY), (errno.ENFILE, Status.RETRY), (errno.ENOMEM, Status.RETRY)],
+)  # fmt: skip
+def test_what_will_pass_by_itself_is_told_from_what_will_not(tmp_path, monkeypatch, code, status):
+    def refuse(*_arguments, **_options):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(publish.os, "link", refuse)
+    with pytest.raises(XdError) as caught:
+        publish.publish(tmp_path / "x", b"1")
+    assert (caught.value.status, caught.value.code) == (status, "cannot-write")
+    assert os.listdir(tmp_path) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 from comparison_fixtures import floats, refused, rewrite_json, scored
 from materialize_fixtures import environments, policy
 
-from libxd import comparison, materialize, planner, resume, seal, topology
+from libxd import canon, comparison, materialize, planner, resume, seal, topology
+from libxd.errors import Status, XdError
 from libxd.rundir import PAYLOADS, Attempt, RunDirectory
 
 
@@ -237,3 +240,16 @@ def test_an_answer_outweighs_a_refusal(tmp_path):
     row = attempt.requested()
     found = outcome(tmp_path, row, now(row))
     assert (found.state, found.attempt.attempt_id, found.passed_over) == ("answered", "a0001", ())
+
+
+def test_an_attempt_that_there_is_no_descriptor_for_is_not_passed_over(tmp_path, monkeypatch):
+    """Else its row would be scored again for nothing."""
+    row = sealed(tmp_path).requested()
+
+    def refuse(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(canon, "digest_file", refuse)
+    with pytest.raises(XdError) as caught:
+        outcome(tmp_path, row, None)
+    assert caught.value.status == Status.RETRY

@@ -261,3 +261,14 @@ def test_differences_are_named_by_pointer():
         ("/b/c~1d", [1, 2], [1, 3]), ("/b/gone", 0, None), ("/b/new", None, 5)
     ]  # fmt: skip
     assert differences(expected, expected) == []
+
+
+def test_an_answer_that_breaks_off_is_a_death(tmp_path):
+    """Of a scorer that was killed while it wrote it, and no bug in what it wrote."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nfor word; do [ \"$last\" = --fd ] && fd=$word; last=$word; done\n"
+                      "printf '{\"ready\": \"1' > /proc/self/fd/$fd; kill -KILL $$\n")  # fmt: skip
+    python.chmod(0o755)
+    with pytest.raises(XdError, match="was killed by SIGKILL") as caught:
+        Child(str(python), "rollout", None)
+    assert caught.value.status == Status.RETRY

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -246,3 +248,29 @@ def test_the_seal_is_canonical_json(attempt: Attempt) -> None:
     seal.seal(attempt)
     data = attempt.file(SEAL).read_bytes()
     assert data == canon.dumps(json.loads(data)) + b"\n"
+
+
+def test_a_file_that_cannot_be_read_is_told_from_one_that_changed(attempt: Attempt, monkeypatch) -> None:
+    seal.seal(attempt)
+    _reading_fails(monkeypatch, errno.EIO)
+    assert {kind for _, kind in kinds(attempt)} == {"unreadable"}
+    with pytest.raises(XdError, match="the seal cannot be checked") as caught:
+        seal.seal(attempt)
+    assert caught.value.status == Status.MISSING
+
+
+def test_without_a_free_descriptor_nothing_is_said_of_an_attempt(attempt: Attempt, monkeypatch) -> None:
+    """Not that it was touched, nor that it is as it was: 75, and the next time it is looked at again."""
+    seal.seal(attempt)
+    _reading_fails(monkeypatch, errno.EMFILE)
+    for ask in (seal.verify, seal.seal):
+        with pytest.raises(XdError, match="Too many open files") as caught:
+            ask(attempt)
+        assert caught.value.status == Status.RETRY
+
+
+def _reading_fails(monkeypatch, code: int) -> None:
+    def refuse(path):
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(canon, "digest_file", refuse)

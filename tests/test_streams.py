@@ -160,3 +160,12 @@ def test_a_tool_leaves_nothing_open(xd, tmp_path):
     (failing,) = bench.attempts("exits")
     failed = xd("xd-score", "--side", "rollout", failing, env=environment)
     assert (failed.status, len(failed.err.splitlines())) == (70, 1)
+
+
+def test_a_stream_is_silenced_or_left_when_no_descriptor_is_free():
+    code = (
+        "import resource\nfrom libxd import streams\nresource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\n"
+        "streams.silence_stdout()\nprint('on')"
+    )
+    ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "on\n", "")

@@ -133,10 +133,7 @@ def _write_group(directory: Path, name: str, members: list[dict[str, Any]]) -> s
     """One group's rows, in a file whose name holds their digest: whoever writes the same rows writes the same file."""
     data = b"".join(canon.dumps(row) + b"\n" for row in members)
     path = directory / f"{name[:8]}-{canon.digest_bytes(data)[:8]}.jsonl"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise publish.cannot_write(directory, error) from error
+    publish.directory(directory)
     publish.publish(path, data)
     return str(path)
 

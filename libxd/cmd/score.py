@@ -6,7 +6,7 @@ import os
 
 import click
 
-from libxd import canon, console, devices, environment, shards
+from libxd import canon, console, devices, environment, publish, shards
 from libxd.console import Console
 from libxd.rundir import SIDES
 from libxd.runtimes.ranks import launch
@@ -71,6 +71,7 @@ def cli(
             with console.guard(path):
                 task = Task.read(path, side, shard_tokens)
                 if task.answered():
+                    publish.settle(task.attempt.path)  # who scored it may have been ended before that
                     console.debug(f"{path}: scored already")
                 else:
                     reuse = supervisor.score(task, intake.read_to_end)

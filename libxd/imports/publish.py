@@ -44,10 +44,7 @@ def begin(runs: str | os.PathLike[str], experiment_id: str, name: str, batch: Ba
     path = run.sequences(identity["digest"]) if identity else None
     row = schema.validate("plan_row", request.row(experiment_id, name, identity, path and str(path), declared), name)
     if sequences and path:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise publish.cannot_write(path.parent, error) from error
+        publish.directory(path.parent)
         frozen.write(path, sequences)
     attempt = run.new_attempt(row["case_id"])
     attempt.write_json("requested.json", row)

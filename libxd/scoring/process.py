@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from libxd.errors import Status, XdError
+from libxd.errors import Status, XdError, is_scarce
 from libxd.slots import Held
 
 START_TIMEOUT_S = 120.0
@@ -111,7 +111,8 @@ class Child:
             )  # fmt: skip
         except OSError as error:
             os.close(answers)
-            raise XdError(f"the interpreter does not run: {error.strerror}", status=Status.MISSING, code="missing",
+            status = Status.RETRY if is_scarce(error) else Status.MISSING
+            raise XdError(f"the interpreter does not run: {error.strerror}", status=status, code="missing",
                           where=python) from error
         finally:
             os.close(answers_fd)
@@ -155,7 +156,7 @@ class Child:
             if time.monotonic() > deadline:
                 raise TimeoutError
         line = self._answers.readline()
-        if not line:
+        if not line.endswith(b"\n"):  # nothing, or all that it had written of an answer when it was killed
             raise self._died()
         return json.loads(line)
 
