@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -34,6 +36,23 @@ def leave_if_asked() -> None:
     """Raise Ended if a signal came, whatever became of its exception: a library may have made another of it."""
     if _received:
         raise Ended(_received)
+
+
+@contextlib.contextmanager
+def each(interval_s: float, call: Callable[[], None]) -> Iterator[None]:
+    """Meanwhile `call` every so often, in the main thread, whatever that waits for; what waited goes on waiting."""
+
+    def again(_signum: int, _frame: Any) -> None:
+        call()
+        signal.setitimer(signal.ITIMER_REAL, interval_s)
+
+    before = signal.signal(signal.SIGALRM, again)
+    signal.setitimer(signal.ITIMER_REAL, interval_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _handle(handler: Any) -> None:

@@ -33,7 +33,7 @@ OTHER: dict[str, Any] = {
 SEEN_RUNNING = ("batch.size", "rollout.enable_prefix_caching", "logp.backend")
 
 DESCRIPTOR = OperatorDescriptor(
-    operation="selected_logprob", backend=BACKEND, targets=frozenset(knobs.SIDES), devices=frozenset({"cpu"}),
+    operation="selected_logprob", backend=BACKEND, targets=frozenset(knobs.SIDES), devices=frozenset({"cpu", "cuda"}),
     dtypes=frozenset(knobs.DTYPES), inputs="hidden", factory="scripted_engine:make", version="1",
 )  # fmt: skip
 
@@ -73,7 +73,10 @@ class ScriptedRuntime(FakeRuntime):
 
     def materialize(self, side, row, environment, allow_fallback):
         plan = super().materialize(side, row, environment, allow_fallback)
-        plan.engine["script"] = row["identity"]["checkpoint"]["synthetic"]["name"]
+        plan.engine["script"] = script = row["identity"]["checkpoint"]["synthetic"]["name"]
+        for act in script.split():
+            if act.startswith("gpus:"):  # it computes on none, but is given some
+                plan.engine |= {"device": "cuda", "devices": int(act.removeprefix("gpus:"))}
         plan.process["tensor_parallel_size"] = row["values"]["rollout.tensor_parallel_size"]
         return plan
 
@@ -88,10 +91,16 @@ class ScriptedRuntime(FakeRuntime):
     def open(self, side, plan, context):
         if "refuses-to-open" in plan["engine"]["script"].split():
             raise XdError("the device has no such mode", status=Status.REFUSED, code="unsupported")
-        if log := os.environ.get("SCRIPTED_LOG"):
-            with open(log, "a") as file:
-                file.write(f"{side} opens\n")
+        write_log(f"{side} opens", plan["engine"])
         return ScriptedEngine(side, plan, context)
+
+
+def write_log(what: str, engine: dict[str, Any]) -> None:
+    """A line in $SCRIPTED_LOG; of an engine on GPUs with those it sees."""
+    if log := os.environ.get("SCRIPTED_LOG"):
+        on = f" on {os.environ['CUDA_VISIBLE_DEVICES']}" if engine["device"] == "cuda" else ""
+        with open(log, "a") as file:
+            file.write(f"{what}{on}\n")
 
 
 def weights(dtype: str) -> list[tuple[str, str, tuple[int, ...], bytes]]:
@@ -105,7 +114,8 @@ class ScriptedEngine:
 
     def __init__(self, side, plan, context) -> None:
         self.side = side
-        self.script = plan["engine"]["script"].split()
+        self.engine = plan["engine"]
+        self.script = self.engine["script"].split()
         self.knobs = {record["knob"]: record["materialized"] for record in plan["knobs"]}
         self.place = Path(context.locations["sequences"]).parent
         dtype = self.knobs["rollout.dtype" if side == "rollout" else "training.compute_dtype"]
@@ -207,6 +217,9 @@ class ScriptedEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.does("exits"):
             os._exit(3)
+        if self.does("waits-at-the-gate"):  # for somebody to open it
+            with open(self.place / "gate", "rb") as gate:
+                gate.read(1)
         if self.does("sleeps"):
             (self.place / "pid").write_text(str(os.getpid()))
             time.sleep(120)
@@ -220,6 +233,4 @@ class ScriptedEngine:
         return {"class": type(self).__name__, "digest_of_script": canon.digest(self.script)}
 
     def close(self) -> None:
-        if log := os.environ.get("SCRIPTED_LOG"):
-            with open(log, "a") as file:
-                file.write(f"{self.side} closes\n")
+        write_log(f"{self.side} closes", self.engine)

@@ -6,7 +6,7 @@ import os
 
 import click
 
-from libxd import canon, console, environment, shards
+from libxd import canon, console, devices, environment, shards
 from libxd.console import Console
 from libxd.rundir import SIDES
 from libxd.runtimes.ranks import launch
@@ -43,6 +43,9 @@ def cli(
 
     An engine is kept while the next attempt can use it. What it really uses is read back before and right after
     scoring; nothing is scored, or nothing is published, where that is not what was materialised.
+
+    On GPUs an engine takes a slot of each device it computes on, and waits for its turn. XD_DEVICES names the devices
+    (0,1; a device named twice serves two engines at once); without it, all visible ones serve one engine each.
     """
     if describe:
         if attempts or side:
@@ -59,22 +62,20 @@ def cli(
             os.execv(interpreter, [interpreter, "-P", "-m", "libxd.runtimes.ranks.worker", "--side", side])
     intake = Intake(console.operands(attempts, "attempts"))
     follow = console.debug if console.verbose else console.info if os.environ.get("XD_DEBUG") == "1" else None
-
-    def wait_for_room() -> None:
-        console.info("no room for another engine yet: reading all attempts first")
-        intake.read_to_end()
+    devices.named(os.environ)  # what is wrong with it is said once, and not of every attempt
 
     with Supervisor(
         side, python, say=console.info, follow=follow, timeout_s=timeout, launched=launched
     ) as supervisor:  # fmt: skip
-        for path in intake:
+        for path in supervisor.attending(intake):
             with console.guard(path):
                 task = Task.read(path, side, shard_tokens)
                 if task.answered():
                     console.debug(f"{path}: scored already")
                 else:
-                    reuse = supervisor.score(task, wait_for_room)
-                    console.debug(f"{path}: scored by engine {reuse['engine_serial']}, case {reuse['case_serial']}")
+                    reuse = supervisor.score(task, intake.read_to_end)
+                    on = f" on {supervisor.slots}" if supervisor.slots else ""
+                    console.debug(f"{path}: scored by engine {reuse['engine_serial']}, case {reuse['case_serial']}{on}")
                 console.emit(path)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from libxd.errors import Status, XdError
+from libxd.slots import Held
 
 START_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 10.0  # for an engine to give its device back
@@ -92,15 +93,21 @@ class Chatter:
 class Child:
     """One scorer's child. It leads a process group of its own, so that its ranks end with it."""
 
-    def __init__(self, python: str, side: str, follow: Callable[[str], None] | None) -> None:
-        """Start it, wait until it is ready; `follow` takes every line of its stderr. XdError 70: it does not start."""
+    def __init__(
+        self, python: str, side: str, follow: Callable[[str], None] | None, held: Held | None = None
+    ) -> None:  # fmt: skip
+        """Start it, wait until it is ready; `follow` takes every line of its stderr. XdError 70: it does not start.
+
+        held: the slots of its devices. It sees no other device, and holds them, too, for as long as it lives.
+        """
         answers, answers_fd = os.pipe()
         try:
             command = [python, "-P", "-m", "libxd.scoring.child", "--side", side, "--fd", str(answers_fd),
                        "--parent", str(os.getpid())]  # fmt: skip
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                pass_fds=(answers_fd,), process_group=0,
+                pass_fds=(answers_fd, *(held.files if held else ())), process_group=0,
+                env={**os.environ, **held.variables} if held else None,
             )  # fmt: skip
         except OSError as error:
             os.close(answers)

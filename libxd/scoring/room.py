@@ -7,8 +7,10 @@ device, which would stay in a process and which a fork does not survive: so it i
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from libxd import environment
@@ -23,10 +25,13 @@ def has_room(needed_bytes: int, free_bytes: int | None, releasing_bytes: int = 0
     return free_bytes is None or needed_bytes <= free_bytes + releasing_bytes
 
 
-def free_bytes(device: str, python: str) -> int | None:
-    """Free memory in bytes: of the machine (cpu), or of the first device that `python` sees (cuda). None: unknown."""
+def free_bytes(device: str, python: str, variables: Mapping[str, str] | None = None) -> int | None:
+    """Free memory in bytes: of the machine (cpu), or of the first device that `python` sees (cuda). None: unknown.
+
+    variables: the engine's, beside those of this process; they say which device is its first.
+    """
     if device == "cuda":
-        return _ask_device(python)
+        return _ask_device(python, variables or {})
     return min((free for free in (_available(), _cgroup_free()) if free is not None), default=None)
 
 
@@ -51,11 +56,12 @@ def _cgroup_free() -> int | None:
     return None if limit == "max" else max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
 
 
-def _ask_device(python: str) -> int | None:
+def _ask_device(python: str, variables: Mapping[str, str]) -> int | None:
     try:
         done = subprocess.run(
-            [python, "-P", "-m", "libxd.scoring.room"], capture_output=True, check=False, timeout=ASK_TIMEOUT_S
-        )
+            [python, "-P", "-m", "libxd.scoring.room"], capture_output=True, check=False, timeout=ASK_TIMEOUT_S,
+            env={**os.environ, **variables},
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None
     return int(done.stdout) if done.returncode == 0 else None

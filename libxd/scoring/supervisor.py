@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from libxd import environment, policy, strictjson
+from libxd import devices, environment, policy, signals, strictjson
 from libxd.errors import Status, XdError, XdErrors
 from libxd.runtimes.ranks import launch
 from libxd.runtimes.ranks.launch import Launch
@@ -14,7 +15,10 @@ from libxd.scoring import lifecycle, room
 from libxd.scoring.lifecycle import Needs
 from libxd.scoring.process import Child, ChildDied
 from libxd.scoring.task import Task
+from libxd.slots import Held, Line
 
+#: how long an engine keeps devices that others wait for, while it waits for an attempt itself
+IDLE_S = 5.0
 #: statuses of an engine that failed: what it said last may help, and its process is not to be trusted with another
 #: case (a CUDA context stays broken; the traceback of an exception holds the memory that ran out)
 _ENGINE_FAILURES = (Status.BUG, Status.RETRY)
@@ -43,6 +47,8 @@ class Supervisor:
         self._process: str | None = None
         self._held: Needs | None = None
         self._held_bytes = 0
+        #: the slots of the child's devices; None: it needs none
+        self.slots: Held | None = None
 
     def __enter__(self) -> Supervisor:
         return self
@@ -55,35 +61,99 @@ class Supervisor:
         elif self._child is not None:  # Ctrl-C, SIGTERM, a closed pipe: nothing is waited for
             self._child.kill()
 
-    def score(self, task: Task, before_engine: Callable[[], None]) -> dict[str, int]:
+    def attending(self, lines: Iterable[str]) -> Iterator[str]:
+        """The lines as they come. An engine that waits for one gives its devices to others that wait for them: who
+        writes the lines may be among those, and nobody holds what it does not use while another cannot go on."""
+        coming = iter(lines)
+        while True:
+            with signals.each(IDLE_S, self._give_way) if self.slots else contextlib.nullcontext():
+                line = next(coming, None)
+            if line is None:
+                return
+            yield line
+
+    def score(self, task: Task, read_all: Callable[[], None]) -> dict[str, int]:
         """Have a task scored and published; the counters of its readback's `reuse`.
 
-        before_engine is called when an engine must be started and finds no room. XdError 69 when the task is refused or
-        was materialised for another interpreter, or for another number of ranks than was launched; 75 when the child
-        was killed or memory ran out, 70 when the engine fails: the child is ended then, and the next task gets a new
-        one.
+        read_all is called when an engine must be started and finds no room, or no device that is free. XdError 69 when
+        the task is refused or was materialised for another interpreter, for another number of ranks than was launched,
+        or for more devices than there are; 75 when the child was killed or memory ran out, 70 when the engine fails:
+        the child is ended then, and the next task gets a new one.
         """
         launch.require_world(self._launched, task.plan["engine"].get("world_size", 1), str(task.attempt))
         python = self._python or policy.default_python(task.plan["runtime"])
         require_environment(task, environment.of(python))
         needs = task.needs
         self._replace_dead_child()
-        if lifecycle.step(self._process, self._held, needs) == "restart":
+        count = self._slots_for(task)
+        held = len(self.slots.devices) if self.slots else 0
+        if lifecycle.step(self._process, self._held, needs) == "restart" or held != count:
             self._end_child()
-            self._child = Child(python, self.side, self._follow)
-            self._process = needs.process
+            self._start(python, needs, count, read_all)
         step = lifecycle.step(self._process, self._held, needs)
         if step != "reuse":
             needed = self._ask(task, ask="bytes")["needed_bytes"]
-            free = room.free_bytes(task.plan["engine"].get("device", "cpu"), python)
-            if not room.has_room(needed, free, self._held_bytes):
-                before_engine()
+            if not self._has_room(task, python, needed):
+                self._say("no room for another engine yet: reading all attempts first")
+                if self.slots:  # which whoever writes the attempts may be waiting for
+                    self._end_child()
+                read_all()
+                if self._child is None:
+                    self._start(python, needs, count, read_all)
             self._held_bytes = needed
         try:
             return self._ask(task, engine=step, needs=needs)["reuse"]
         finally:
             if self._held is None:
                 self._held_bytes = 0
+
+    def _start(self, python: str, needs: Needs, count: int, read_all: Callable[[], None]) -> None:
+        """A child that sees `count` devices, of which this process then holds the slots; 0: whatever there is."""
+        self.slots = self._take(count, read_all) if count else None
+        try:
+            self._child = Child(python, self.side, self._follow, self.slots)
+        except BaseException:
+            self._forget_child()
+            raise
+        self._process = needs.process
+
+    def _slots_for(self, task: Task) -> int:
+        """How many devices its engine takes: none on a CPU; under a launcher, each rank has its own already."""
+        engine = task.plan["engine"]
+        if engine.get("device") != "cuda":
+            return 0
+        if self._launched is None:
+            return engine.get("devices") or 1
+        if devices.named(os.environ):
+            raise XdError("has no say under a launcher, where each rank takes the device of its place",
+                          code="bad-variable", where=f"${devices.VARIABLE}",
+                          hint=f"unset it; {devices.VISIBLE_VARIABLE} says which devices the ranks see")  # fmt: skip
+        return 0
+
+    def _take(self, count: int, read_all: Callable[[], None]) -> Held:
+        """Slots on as many devices: at once, or after whoever came before.
+
+        Who waits has read its input to the end, and holds none: so it keeps nobody from going on.
+        """
+        line = Line(devices.of(os.environ), count)
+        with line:
+            held = line.take()
+        if held is None:
+            self._say(f"waits for {line} ({line.obstacle}): reading all attempts first")
+            read_all()
+            with line:
+                held = line.wait()
+        return held
+
+    def _give_way(self) -> None:
+        if self.slots and self.slots.wanted():
+            self._say(f"waits for the next attempt, and gives {self.slots} back that others wait for")
+            self._end_child()
+
+    def _has_room(self, task: Task, python: str, needed_bytes: int) -> bool:
+        device = task.plan["engine"].get("device", "cpu")
+        free = room.free_bytes(device, python, self.slots.variables if self.slots else None)
+        return room.has_room(needed_bytes, free, self._held_bytes)
 
     def _ask(self, task: Task, needs: Needs | None = None, **request: Any) -> dict[str, Any]:
         """One request to the child about a task; what the child holds afterwards is what it was asked to build."""
@@ -148,6 +218,9 @@ class Supervisor:
 
     def _forget_child(self) -> None:
         self._child, self._process, self._held, self._held_bytes = None, None, None, 0
+        if self.slots:
+            self.slots.release()
+            self.slots = None
 
 
 def require_environment(task: Task, described: dict[str, Any]) -> None:
