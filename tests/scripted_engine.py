@@ -6,6 +6,7 @@ is two parameters, and a token's logprob is a function of its id.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
@@ -76,7 +77,7 @@ class ScriptedRuntime(FakeRuntime):
         plan.engine["script"] = script = row["identity"]["checkpoint"]["synthetic"]["name"]
         for act in script.split():
             if act.startswith("gpus:"):  # it computes on none, but is given some
-                plan.engine |= {"device": "cuda", "devices": int(act.removeprefix("gpus:"))}
+                plan.engine.update(device="cuda", devices=int(act.removeprefix("gpus:")))
         plan.process["tensor_parallel_size"] = row["values"]["rollout.tensor_parallel_size"]
         return plan
 
@@ -91,8 +92,20 @@ class ScriptedRuntime(FakeRuntime):
     def open(self, side, plan, context):
         if "refuses-to-open" in plan["engine"]["script"].split():
             raise XdError("the device has no such mode", status=Status.REFUSED, code="unsupported")
+        if place := os.environ.get("SCRIPTED_WITNESS"):
+            sit_on_devices(Path(place))
         write_log(f"{side} opens", plan["engine"])
         return ScriptedEngine(side, plan, context)
+
+
+def sit_on_devices(place: Path) -> None:
+    """RuntimeError when another engine that lives is on one of this one's devices; kept until this process ends."""
+    for name in os.environ["CUDA_VISIBLE_DEVICES"].split(","):
+        seat = os.open(place / f"seat-{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        try:
+            fcntl.flock(seat, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(f"two engines on device {name}") from None
 
 
 def write_log(what: str, engine: dict[str, Any]) -> None:
