@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 
 import click
 
-from libxd import console, freezing, prompts, publish, sampling, sequences, strictjson
+from libxd import console, devices, freezing, prompts, publish, sampling, sequences, strictjson
 from libxd.console import Console
 from libxd.errors import Status, XdError
+from libxd.slots import Line
 
 EXAMPLES = """
 # two samples of each of eight prompts
@@ -70,6 +72,8 @@ def cli(console: Console, files: tuple[str, ...], model: str, out: Path, runtime
     open_generator = getattr(registry.load(runtime), "generator", None)
     if open_generator is None:
         raise XdError("this runtime cannot sample", status=Status.REFUSED, code="cannot-sample", where=runtime)
+    if device == "cuda":
+        _take_a_slot(console)
     generator = open_generator(model, chosen.dtype, device)
     try:
         with _progress(console, len(rows) * chosen.samples) as bar:
@@ -82,6 +86,16 @@ def cli(console: Console, files: tuple[str, ...], model: str, out: Path, runtime
     console.info(f"{frozen.num_sequences} sequences, {frozen.num_tokens} tokens, {int(frozen.active_mask.sum())} of "
                  f"them sampled{'' if written else '; the same file was there already'}")  # fmt: skip
     console.emit(str(out))
+
+
+def _take_a_slot(console: Console) -> None:
+    """Wait for a device, which is then the only one that torch will see. It is given back when this process ends."""
+    with Line(devices.of(os.environ), 1) as line:
+        held = line.take()
+        if held is None:
+            console.info(f"waits for {line} ({line.obstacle})")
+            held = line.wait()
+    os.environ.update(held.variables)
 
 
 def _lines(console: Console, files: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
