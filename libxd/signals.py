@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a tool by an exception, so that nothing temporary stays behind, and without a word."""
+"""Ctrl-C, SIGTERM and SIGHUP end a tool by an exception, so that nothing temporary stays behind, and without a word."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+#: a keyboard; a scheduler, some time before it kills; a terminal or a connection that is gone
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _received = 0
 
 

@@ -230,8 +230,9 @@ class ScriptedEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.does("exits"):
             os._exit(3)
-        if self.does("waits-at-the-gate"):  # for somebody to open it
-            with open(self.place / "gate", "rb") as gate:
+        if self.does("waits-at-the-gate") and "GATE_IS_OPEN" not in os.environ:  # a FIFO: until there is a byte in it
+            with open(self.place / "gate", "rb", buffering=0) as gate:
+                write_log(f"{self.side} waits", self.engine)
                 gate.read(1)
         if self.does("sleeps"):
             (self.place / "pid").write_text(str(os.getpid()))

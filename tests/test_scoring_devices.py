@@ -114,14 +114,13 @@ def test_which_device_it_was_is_no_evidence(scorers):
 def test_who_waits_says_for_what_and_is_served_when_the_holder_is_killed(scorers):
     first, second = scorers.bench.attempts("gpus:1 waits-at-the-gate", "gpus:1")
     holder = scorers.start(first, XD_DEVICES="0")
-    gate = open(scorers.bench.place / "gate", "wb")  # its engine is there
-    waiting = scorers.start(second, XD_DEVICES="0")
-    assert line_of(waiting.stderr) == (
-        f"xd-score: waits for device 0 (process {holder.pid} holds it): reading all attempts first")  # fmt: skip
-    holder.send_signal(signal.SIGKILL)
-    assert done(waiting) == (0, [second], "")
-    assert scorers.engines() == ["rollout opens on 0"] * 2 + ["rollout closes on 0"]
-    gate.close()
+    with open(scorers.bench.place / "gate", "wb"):  # its engine is there
+        waiting = scorers.start(second, XD_DEVICES="0")
+        assert line_of(waiting.stderr) == (
+            f"xd-score: waits for device 0 (process {holder.pid} holds it): reading all attempts first")  # fmt: skip
+        holder.send_signal(signal.SIGKILL)
+        assert done(waiting) == (0, [second], "")
+    assert scorers.engines() == [f"rollout {act} on 0" for act in ("opens", "waits", "opens", "closes")]
 
 
 def test_a_device_named_twice_serves_two_engines_at_once(scorers):
@@ -168,7 +167,8 @@ def test_two_sides_on_one_device_take_turns_also_with_more_rows_than_the_pipe_ho
     status, out, err = done(training)
     assert (rollout.wait(PATIENCE_S), status, out) == (0, 0, paths)
     assert err == f"xd-score: waits for device 0 (process {rollout.pid} holds it): reading all attempts first\n"
-    assert scorers.engines() == [f"{side} {act} on 0" for side in ("rollout", "training") for act in ("opens", "closes")]
+    assert scorers.engines() == [f"{side} {act} on 0" for side in ("rollout", "training")
+                                 for act in ("opens", "closes")]  # fmt: skip
 
 
 def test_an_engine_that_waits_for_input_gives_its_device_to_who_writes_that_input(scorers):

@@ -147,7 +147,7 @@ def running(bench, root):
     held.process.communicate()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_parent_that_is_ended_takes_its_child_along(running, bench, signum):
     running.process.send_signal(signum)
     out, err = running.process.communicate(timeout=PATIENCE_S)

@@ -34,7 +34,9 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True)
     arguments = parser.parse_args()
     end_with_parent(arguments.parent)
-    signal.signal(signal.SIGTERM, _terminated)
+    for signum in (signal.SIGTERM, signal.SIGHUP):  # a scheduler sends them to all processes of a job
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, _terminated)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
     requests, answers = _take_streams(arguments.fd)
     serve(Scorer(arguments.side), requests, answers)
