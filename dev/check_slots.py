@@ -1,7 +1,7 @@
 """`make -j4 run` of transformers on one GPU: how many engines were on it at once, with one slot and with two.
 
     python -P dev/check_slots.py                 # on a machine with a GPU, by an interpreter that has torch for it
-    python -P dev/check_slots.py --dry-run       # the first of them on the CPU, where engines take no slots: up to eight
+    python -P dev/check_slots.py --dry-run       # the first of them on the CPU, where no engine waits: up to eight
 
 A tiny random model, six cases in five groups or more. Exit 0: all cases were scored, and never were there more engines
 on the device than it has slots; with two slots, there were two. 1: not so.

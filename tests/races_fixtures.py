@@ -324,20 +324,63 @@ def undisturbed_results(place: Place, rows: Path) -> Any:
     return results(place.path / "runs-undisturbed")
 
 
+def crowd(place: Place, scorers: int, devices: int = 4) -> list[str]:
+    """Scorers of one, two and four devices, more than there are, while others hold all of these and are killed.
+
+    No two engines are ever on one device: the scripted engine fails where it finds another that lives.
+    """
+    (place.path / "seats").mkdir()
+    variables = {"XD_DEVICES": ",".join(map(str, range(devices))), "TMPDIR": str(place.path),
+                 "SCRIPTED_WITNESS": str(place.path / "seats")}  # fmt: skip
+
+    def start(attempt: str) -> subprocess.Popen[str]:
+        return place.start("xd-score", "-q", "--side", "rollout", attempt, stdin=subprocess.DEVNULL,
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, variables=variables)  # fmt: skip
+
+    asked = [(1, 2, 1, devices)[number % 4] for number in range(scorers)]
+    paths = place.bench.attempts(*[f"gpus:{devices // 2} waits-at-the-gate"] * 2, *(f"gpus:{n}" for n in asked))
+    gate = os.open(place.path / "gate", os.O_RDWR)
+    holders = [start(path) for path in paths[:2]]
+    until(lambda: sum("waits on" in line for line in lines(place.log)) == 2)
+    waiting = [start(path) for path in paths[2:]]
+    directory = next(place.path.glob("xd-devices-*"))
+    until(lambda: len(list(directory.glob("place-*"))) == scorers, "not all of them wait in line")
+    opened = sum("opens" in line for line in lines(place.log))
+    found = [] if opened == 2 else ["an engine was opened on a device in use"]
+    for holder in holders:
+        holder.kill()
+        holder.communicate()
+    for number, (path, process) in enumerate(zip(paths[2:], waiting, strict=True)):
+        out, err = process.communicate(timeout=PATIENCE_S)
+        if (process.returncode, out, err) != (0, f"{path}\n", ""):
+            found.append(f"scorer {number}: status {process.returncode}, {err!r}")
+    os.close(gate)
+    until(lambda: not place.alive(), "somebody is left alive")
+    found += [f"left in line: {path}" for path in directory.glob("place-*")]
+    return found + flaws(place.path / "runs", temporary=True)
+
+
 # -- make
 
 
-def smoke_experiment(directory: Path, name: str, batch_sizes: int) -> Path:
-    """s0 with two rollout dtypes, two training dtypes, and so many batch sizes of each: 2 + 3 n cases at the most."""
+#: settings that each take an engine of their own, on one side or both
+ENGINES = {
+    "rollout.tensor_parallel_size": [2], "rollout.context_parallel_size": [2], "rollout.dtype": ["bfloat16", "float16"],
+    "rollout.enable_prefix_caching": [False], "training.attention_backend": ["eager"],
+    "training.compute_dtype": ["bfloat16", "float16"], "training.sharding": ["fsdp"],
+    "logp.backend": ["xd.reference_logp", "xd.triton_logp", "xd.fused_linear_logp", "smoke_only.logp_reference",
+                     "smoke_only.logp_offset"],
+}  # fmt: skip
+
+
+def smoke_experiment(directory: Path, name: str, batch_sizes: int, knobs: list[str]) -> Path:
+    """s0's baseline, and so many batch sizes with each setting of these knobs."""
     config = json.loads((ROOT / "experiments" / "s0.json").read_text())
-    sizes = list(range(1, 1 + batch_sizes))
-    config |= {"experiment_id": name, "strategy": "pairwise", "operators": config.get("operators", {})}
+    config |= {"experiment_id": name, "strategy": "pairwise", "pairs": [["batch.size", knob] for knob in knobs]}
     config["identity"]["sequences"]["path"] = str(ROOT / "experiments" / "sequences" / "s0.safetensors")
     config["baseline"]["batch"]["size"] = batch_sizes + 1
-    dtypes = {"rollout.dtype": ["float16", "bfloat16"], "training.compute_dtype": ["float16", "bfloat16"]}
-    config["interventions"] = [{"path": "batch.size", "values": sizes},
-                               *({"path": path, "values": values} for path, values in dtypes.items())]  # fmt: skip
-    config["pairs"] = [["batch.size", path] for path in dtypes]
+    config["interventions"] = [{"path": "batch.size", "values": list(range(1, 1 + batch_sizes))},
+                               *({"path": knob, "values": ENGINES[knob]} for knob in knobs)]  # fmt: skip
     path = directory / f"{name}.json"
     path.write_text(json.dumps(config))
     return path
@@ -368,3 +411,14 @@ def makes_at_once(directory: Path, config: Path, makes: int, jobs: int, repeats:
     for attempt in attempts(runs):
         counts["sealed" if attempt.sealed else "not sealed"] += 1
     return found + flaws(runs), counts
+
+
+def one_pipe(directory: Path, config: Path, repeats: int) -> tuple[int, Any]:
+    """How many rows the experiment has, and their `results` by one pipe that nobody disturbs."""
+    tools = Tools(directory)
+    rows = tools("xd-plan", config, "--repeats", repeats).out
+    paths = tools("xd-materialize", "--runs", "control", *SMOKE, stdin=rows).out
+    for stage in (["xd-score", "--side", "rollout"], ["xd-score", "--side", "training"], ["xd-compare"], ["xd-seal"]):
+        paths = tools(*stage, stdin=paths).out
+    assert len(paths.splitlines()) == len(rows.splitlines())
+    return len(rows.splitlines()), results(directory / "control")
