@@ -11,17 +11,21 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import pytest
 from scoring_fixtures import Bench
 
+from libxd.devices import Device
 from libxd.errors import Status, XdError
 from libxd.runtimes.ranks.launch import Launch
 from libxd.scoring import supervisor
+from libxd.scoring.process import Child
 from libxd.scoring.supervisor import Supervisor
+from libxd.slots import Line
 
-PATIENCE_S = 120.0
+PATIENCE_S = 90.0
 PIPE_BYTES = 4096  # the least that the kernel gives
 
 
@@ -187,6 +191,25 @@ def test_an_engine_that_waits_for_input_gives_its_device_to_who_writes_that_inpu
     assert (rollout.wait(PATIENCE_S), status, out) == (0, 0, [two])
     assert scorers.engines()[-4:] == [f"{side} {act} on 0,1" for side in ("rollout", "training")
                                       for act in ("opens", "closes")]  # fmt: skip
+
+
+def test_a_child_holds_its_slots_for_as_long_as_it_lives(tmp_path, monkeypatch):
+    """One that is on its way out still has its memory on the device."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\nimport os, sys\nfd = int(sys.argv[sys.argv.index('--fd') + 1])\n"
+                      "os.write(fd, b'{}\\n')\nsys.stdin.read()\n")  # fmt: skip
+    python.chmod(0o755)
+    line = Line([Device("0", "key-0")], 1)
+    with line:
+        held = line.take()
+    child = Child(str(python), "rollout", None, held)
+    held.release()  # as the death of its parent would
+    with line:
+        assert line.take() is None
+    child.close()
+    with line:
+        assert line.take() is not None
 
 
 def test_an_engine_that_nobody_waits_for_is_kept_while_it_waits_for_input(monkeypatch):
