@@ -422,3 +422,30 @@ def one_pipe(directory: Path, config: Path, repeats: int) -> tuple[int, Any]:
         paths = tools(*stage, stdin=paths).out
     assert len(paths.splitlines()) == len(rows.splitlines())
     return len(rows.splitlines()), results(directory / "control")
+
+
+def make_ended(place: Place, config: Path, signum: int, files: int, everybody: bool) -> list[str]:
+    """`make -j4 run` is sent a signal when so many files stand in its attempts, and run once more."""
+    directory = place.path / f"ended-{signum}-{int(everybody)}"
+    directory.mkdir()
+    runs = directory / "runs"
+    arguments = ["make", "-C", str(ROOT), f"EXP={config.stem}", f"CONFIG={config}", f"RUNS={runs}", "REPEATS=0",
+                 f"VENV={Path(sys.prefix)}", f"POLICY={' '.join(SMOKE)}", "-j4", "run"]  # fmt: skip
+    with open(directory / "log", "wb") as log:
+        process = subprocess.Popen(arguments, stdout=log, stderr=log, env=place.environment, process_group=0,
+                                   preexec_fn=undisturbed)  # fmt: skip
+        until(lambda: sum(1 for _ in runs.glob("*/cases/*/*/*")) >= files or process.poll() is not None)
+        for pid in place.alive() if everybody else ():
+            kill(os.kill, pid, signum)
+        kill(os.killpg, process.pid, signum)
+        status = process.wait(PATIENCE_S)
+    said = (directory / "log").read_text()
+    found = [] if status else ["it ended well"]
+    found += [f"said: {said}"] if "Traceback" in said else []
+    until(lambda: not place.alive(), f"somebody is left alive: {place.alive()}")
+    found += flaws(runs, temporary=signum == signal.SIGKILL)
+    found += [f"left: {path}" for path in runs.glob("*/.make*") if signum != signal.SIGKILL]
+    again = subprocess.run(arguments, capture_output=True, text=True, check=False, env=place.environment)
+    if again.returncode:
+        found.append(f"once more: {again.stderr[-2000:]}")
+    return found + flaws(runs, temporary=signum == signal.SIGKILL)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import uuid
 
 import pytest
 
@@ -95,3 +97,42 @@ def test_the_driver_is_asked_in_a_process_of_its_own_and_no_torch_comes_in(tmp_p
     assert devices.of({"CUDA_VISIBLE_DEVICES": "6"}) == [Device("6", "seen-6")]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     assert devices.of({}) == [Device("0", "seen-unset")]
+
+
+class Driver:
+    """As much of the CUDA driver library as is asked of it."""
+
+    def __init__(self, count, failing=None, status=0):
+        self.count, self.failing, self.status = count, failing, status
+
+    def __getattr__(self, function):
+        def answer(*arguments):
+            if function == self.failing:
+                return self.status
+            if function == "cuDeviceGetCount":
+                arguments[0]._obj.value = self.count
+            elif function == "cuDeviceGet":
+                arguments[0]._obj.value = arguments[1] + 40  # a handle, which need be no ordinal
+            elif function == "cuDeviceGetUuid_v2":
+                arguments[0]._obj[:] = bytes([arguments[1].value] * 16)
+            return 0
+
+        return answer
+
+
+@pytest.mark.parametrize(("driver", "found"), [
+    (Driver(2), [str(uuid.UUID(bytes=bytes([40 + ordinal] * 16))) for ordinal in (0, 1)]), (Driver(0), []),
+    (Driver(1, "cuInit", 100), []), (Driver(1, "cuInit", 3), None), (Driver(1, "cuDeviceGetCount", 3), None),
+    (Driver(1, "cuDeviceGetUuid_v2", 101), None),
+], ids=["two", "none", "no device", "not initialised", "no count", "no uuid"])  # fmt: skip
+def test_what_the_driver_says(monkeypatch, driver, found):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    assert devices._uuids() == found
+
+
+def test_no_driver_says_nothing(monkeypatch):
+    def absent(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    assert devices._uuids() is None

@@ -1,6 +1,6 @@
 """Many writers at once, late writers, signals and closed pipes at every stage: nothing lost, nothing double.
 
-    python -P dev/torture/races.py [PROOF]…       # make, scorers, requeue, signals, pipes, devices; without one: all
+    python -P dev/torture/races.py [PROOF]…       # scorers, requeue, pipes, devices, signals, ended, make; none: all
 
 One line a trial; exit 0 when all held. What each proves stands in docs/robustness.md; tests/test_races.py is the short
 form, of the same functions.
@@ -76,6 +76,16 @@ def signals(directory: Path) -> Iterator[Trial]:
             yield f"{signum.name} to {to}, at {len(FILES)} moments, resumed", found
 
 
+def ended(directory: Path) -> Iterator[Trial]:
+    """`make -j4 run` is sent a signal, and run once more."""
+    place = races.Place(directory / "make")
+    config = races.smoke_experiment(place.path, "ended", 2, ["rollout.dtype"])
+    for signum in SIGNALS:
+        for everybody in (False, True):
+            to = "all processes" if everybody else "make's group"
+            yield f"{signum.name} to {to}, run again", races.make_ended(place, config, signum, 12, everybody)
+
+
 def pipes(directory: Path) -> Iterator[Trial]:
     """The reader of each stage goes away after a line."""
     place = races.Place(directory / "chain")
@@ -91,7 +101,7 @@ def devices(directory: Path) -> Iterator[Trial]:
     yield "24 scorers of 1, 2 and 4 devices on 4, their holders killed", found
 
 
-PROOFS = {proof.__name__: proof for proof in (scorers, requeue, pipes, devices, signals, make)}
+PROOFS = {proof.__name__: proof for proof in (scorers, requeue, pipes, devices, signals, ended, make)}
 
 
 def main() -> int:
