@@ -316,5 +316,5 @@ help: ## this list
 	@printf '\nExperiments (EXP=): %s\n' "$(basename $(notdir $(wildcard experiments/*.json)))"
 	@printf '%s\n' "An experiment of one's own: CONFIG=FILE, EXP=its id, POLICY='--runtime NAME' (what scores it)" \
 	  "Also: REPEATS=N of the baseline, RUNS=DIR, VENV=DIR, PYTHON=its interpreter, WORKERS=N of the tests; -j: engines side by side; -k: on when one fails" \
-	  "On GPUs engines take turns, one a device: XD_DEVICES=0,1 names them, 0,0 lets two share one (docs/clusters.md)" \
+	  "On GPUs engines take turns, one a device: XD_DEVICES=0,1 names them, 0,0 lets two share one (docs/cluster.md)" \
 	  "The runtime server scores at XD_SERVER_URL=http://HOST:PORT, where a server must be running (EXP=smollm2-server)"

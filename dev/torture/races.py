@@ -19,6 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent / "tests"))
 
+import makes_fixtures as makes  # noqa: E402
 import races_fixtures as races  # noqa: E402
 
 Trial = tuple[str, list[str]]
@@ -30,22 +31,22 @@ FILES = (1, 3, 5, 8, 12, 17, 22, 27, 31, 33)
 
 def make(directory: Path) -> Iterator[Trial]:
     """256 rows of s0 in 32 groups by `make -j32`, and 44 rows by two makes at once; beside a run of one pipe each."""
-    for name, batch_sizes, knobs, repeats, makes, jobs in (
-        ("many", 17, list(races.ENGINES), 17, 1, 32),
+    for name, batch_sizes, knobs, repeats, at_once, jobs in (
+        ("many", 17, list(makes.ENGINES), 17, 1, 32),
         ("twice", 10, ["rollout.dtype", "training.compute_dtype"], 3, 2, 8),
     ):
         place = directory / name
         place.mkdir()
-        config = races.smoke_experiment(place, name, batch_sizes, knobs)
-        found, counts = races.makes_at_once(place, config, makes, jobs, repeats)
-        rows, expected = races.one_pipe(place, config, repeats)
+        config = makes.smoke_experiment(place, name, batch_sizes, knobs)
+        found, counts = makes.makes_at_once(place, config, at_once, jobs, repeats)
+        rows, expected = makes.one_pipe(place, config, repeats)
         if counts["rows answered"] != rows or counts["not sealed"]:
             found.append(f"of {rows} rows: {dict(counts)}")
-        if not rows <= counts["sealed"] <= makes * rows:
-            found.append(f"{counts['sealed']} attempts sealed by {makes} of {rows} rows")
+        if not rows <= counts["sealed"] <= at_once * rows:
+            found.append(f"{counts['sealed']} attempts sealed by {at_once} of {rows} rows")
         if races.results(place / "runs") != expected:
             found.append("the verdicts are not those of one pipe")
-        yield f"{makes} x make -j{jobs}, {rows} rows: {counts['sealed']} attempts sealed", found
+        yield f"{at_once} x make -j{jobs}, {rows} rows: {counts['sealed']} attempts sealed", found
 
 
 def scorers(directory: Path) -> Iterator[Trial]:
@@ -79,11 +80,11 @@ def signals(directory: Path) -> Iterator[Trial]:
 def ended(directory: Path) -> Iterator[Trial]:
     """`make -j4 run` is sent a signal, and run once more."""
     place = races.Place(directory / "make")
-    config = races.smoke_experiment(place.path, "ended", 2, ["rollout.dtype"])
+    config = makes.smoke_experiment(place.path, "ended", 2, ["rollout.dtype"])
     for signum in SIGNALS:
         for everybody in (False, True):
             to = "all processes" if everybody else "make's group"
-            yield f"{signum.name} to {to}, run again", races.make_ended(place, config, signum, 12, everybody)
+            yield f"{signum.name} to {to}, run again", makes.make_ended(place, config, signum, 12, everybody)
 
 
 def pipes(directory: Path) -> Iterator[Trial]:
