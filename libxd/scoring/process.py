@@ -17,7 +17,6 @@ from typing import Any
 
 from libxd.errors import Status, XdError, is_scarce
 from libxd.slots import Held
-from libxd.slots import Held
 
 START_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 10.0  # for an engine to give its device back
