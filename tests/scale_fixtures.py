@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -61,26 +60,38 @@ class Spent:
     said: str
 
 
+#: forks and waits. The most that was ever resident goes from a process to what it forks, beyond exec, too: it must not
+#: be that of a whole test run
+_STARTER = """
+import json, os, resource, sys, time
+report, most = int(sys.argv[1]), int(sys.argv[2])
+began = time.perf_counter()
+if not (child := os.fork()):
+    if most:
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    os.execv(sys.argv[3], sys.argv[3:])
+_, status, usage = os.wait4(child, 0)
+spent = time.perf_counter() - began, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+os.write(report, json.dumps([os.waitstatus_to_exitcode(status), *spent]).encode())
+"""
+
+
 def spend(command: Sequence[str], data_bytes: int | None = None) -> Spent:
     """Run a command to its end; data_bytes: the most that its private memory may reach (RLIMIT_DATA).
 
     Score files are read through memory maps that are shared with the page cache. Those are no private memory, and an
     address space (ulimit -v) would count them by the files' size; what of them is resident is in `peak_bytes`.
     """
-    def limit() -> None:
-        if data_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
-
-    with tempfile.TemporaryFile() as said:
-        began = time.perf_counter()
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
-                                   env=ENVIRONMENT, preexec_fn=limit)  # fmt: skip
-        _, status, usage = os.wait4(process.pid, 0)
-        wall_s = time.perf_counter() - began
-        process.returncode = os.waitstatus_to_exitcode(status)
-        said.seek(0)
-        text = said.read().decode(errors="replace")
-    return Spent(process.returncode, wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, text)
+    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as report:
+        subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _STARTER, str(report.fileno()), str(data_bytes or 0), *command],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, env=ENVIRONMENT, check=True,
+            pass_fds=(report.fileno(),),
+        )  # fmt: skip
+        for file in (said, report):
+            file.seek(0)
+        status, wall_s, cpu_s, peak_bytes = json.load(report)
+        return Spent(status, wall_s, cpu_s, peak_bytes, said.read().decode(errors="replace"))
 
 
 def tokens_of(tokens: int, seed: int) -> Sequences:

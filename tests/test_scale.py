@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -50,6 +51,13 @@ def test_the_cap_bites_and_the_growth_is_seen(runs):
     free = spend(many)
     assert free.status == 0
     assert free.peak_bytes - spend(few).peak_bytes > 2 * MOST_GROWTH
+
+
+def test_what_a_process_needs_is_its_own():
+    """Whatever the process that asks holds, as a worker of the tests that has run many of them."""
+    held = np.ones(50_000_000)  # 400 MB
+    assert spend([sys.executable, "-S", "-c", ""]).peak_bytes < held.nbytes / 4
+    assert spend([sys.executable, "-S", "-c", "held = b'x' * 400_000_000"]).peak_bytes > held.nbytes
 
 
 def test_the_runs_are_what_the_tools_make_of_them(runs, spent):
