@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: tokens above which scores are written in shards of no more than so many (2.4 GB), but for a sequence that is longer
 SHARD_TOKENS = 1 << 28
+#: of a set, by the digits of their names
+MOST_SHARDS = 99_999
 #: tensors of a score file that hold a number a sequence; all others but cu_seqlens hold one a token
 OF_SEQUENCES = ("rewards", "prompt_index", "versions")
 
@@ -127,6 +129,10 @@ def write(
     """
     where = str(attempt)
     cuts = list(whole_sequences(arrays["cu_seqlens"], most))
+    if len(cuts) > MOST_SHARDS:
+        raise XdError("more shards than a name can count", status=Status.USAGE, code="too-many-shards", where=where,
+                      found=len(cuts), expected=f"at most {MOST_SHARDS}",
+                      hint="--shard-tokens larger")  # fmt: skip
     names = [shard(side, number, len(cuts)) for number in range(1, len(cuts) + 1)] if len(cuts) > 1 else [whole(side)]
     for name in names:
         attempt.refuse_growth(name)

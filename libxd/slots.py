@@ -59,6 +59,21 @@ class Held:
         self.files = ()
 
 
+#: descriptors of slots that this process was given by who started it
+_kept: tuple[int, ...] = ()
+
+
+def keep(files: Sequence[int]) -> None:
+    """Hold these for whoever took them; processes that compute on their devices are to be given `kept`, too."""
+    global _kept
+    _kept = tuple(files)
+
+
+def kept() -> tuple[int, ...]:
+    """What `keep` was told."""
+    return _kept
+
+
 class Line:
     """A place in line for slots on `count` different ones of `devices`, of which one that occurs twice has two slots.
 
@@ -82,19 +97,22 @@ class Line:
         with _alone() as directory:
             number = 1 + max((waiting.number for waiting in _line(directory)), default=0)
             self._place = _Place(number, directory / f"{_PLACE}{number:012d}", wants)
-            self._file = _lock(self._place.path)
-            assert self._file is not None, "a number beyond all others is nobody's"
-            os.pwrite(self._file, json.dumps(sorted(wants)).encode(), 0)
+            file = _lock(self._place.path)
+            assert file is not None, "a number beyond all others is nobody's"
+            with _closing_if_raised([file]):
+                os.pwrite(file, json.dumps(sorted(wants)).encode(), 0)
+            self._file = file
         return self
 
     def __exit__(self, *_: object) -> None:
-        with _alone(), contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(XdError), _alone():  # where it is refused, the next to come finds the place given up
             os.unlink(self._place.path)
         os.close(self._file)
 
     def take(self) -> Held | None:
         """All slots at once, on the devices that serve fewest; None while that cannot be."""
-        with _alone() as directory:
+        taken: list[int] = []
+        with _alone() as directory, _closing_if_raised(taken):
             earlier = [waiting for waiting in _line(directory) if waiting.number < self._place.number]
             rivals = [waiting for waiting in earlier if waiting.wants & self._place.wants]
             reserved = frozenset().union(*(waiting.wants for waiting in rivals))
@@ -102,19 +120,22 @@ class Line:
             for order, (device, slots) in enumerate(self._slots.items()):
                 if device.key not in reserved:
                     file, held_by = _free_slot(directory, device, slots)
+                    taken += [file] if file is not None else []
                     users += held_by
                     free += [(len(held_by), order, device, file)] if file is not None else []
             chosen = sorted(free)[: self._count] if len(free) >= self._count else []
             for slot in free:
                 if slot not in chosen:
+                    taken.remove(slot[3])
                     os.close(slot[3])
             self._before = rivals[-1] if rivals else None
             if not chosen:
                 self.obstacle = _obstacle(users, len(rivals))
                 return None
             for _, _, _, file in chosen:
-                os.ftruncate(file, 0)
-                os.pwrite(file, str(os.getpid()).encode(), 0)
+                with contextlib.suppress(OSError):  # who holds it is said to those that wait, and else of no matter
+                    os.ftruncate(file, 0)
+                    os.pwrite(file, str(os.getpid()).encode(), 0)
             in_order = sorted(chosen, key=lambda slot: slot[1])
             return Held(tuple(slot[2] for slot in in_order), tuple(slot[3] for slot in in_order))
 
@@ -179,7 +200,10 @@ def directory() -> Path:
 def _alone() -> Iterator[Path]:
     """The directory, with nobody else looking into it or taking anything meanwhile: some microseconds."""
     path = directory()
-    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise publish.cannot_write(path, error) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield path
@@ -189,20 +213,34 @@ def _alone() -> Iterator[Path]:
         os.close(file)
 
 
+@contextlib.contextmanager
+def _closing_if_raised(files: list[int]) -> Iterator[None]:
+    """A lock that its holder does not know of would keep that holder itself waiting for ever."""
+    try:
+        yield
+    except BaseException:
+        for file in files:
+            os.close(file)
+        raise
+
+
 def _lock(path: Path) -> int | None:
     """An open file whose flock is ours; None when it is somebody else's."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file), os.stat(path)):
-                return file
-        except BlockingIOError:
-            os.close(file)
-            return None
-        except FileNotFoundError:  # a cleaner of temporary files was faster: then it is another file
-            pass
+        with _closing_if_raised([file]):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                ours, is_it = True, os.path.samestat(os.fstat(file), os.stat(path))
+            except BlockingIOError:
+                ours, is_it = False, True
+            except FileNotFoundError:  # a cleaner of temporary files was faster: then it is another file
+                ours, is_it = True, False
+        if ours and is_it:
+            return file
         os.close(file)
+        if not ours:
+            return None
 
 
 def _line(directory: Path) -> list[_Place]:
@@ -220,14 +258,16 @@ def _line(directory: Path) -> list[_Place]:
 
 def _free_slot(directory: Path, device: Device, slots: int) -> tuple[int | None, list[str]]:
     """A slot of a device, now ours, if one is free; and the processes that hold others of it."""
-    taken, held_by = None, []
-    for number in range(slots):
-        path = directory / f"{_SLOT}{device.key.replace(os.sep, '_')}-{number}"
-        file = _lock(path)
-        if file is None:
-            held_by.append(path.read_text() or "?")
-        elif taken is None:
-            taken = file
-        else:
-            os.close(file)
-    return taken, held_by
+    taken: list[int] = []
+    held_by = []
+    with _closing_if_raised(taken):
+        for number in range(slots):
+            path = directory / f"{_SLOT}{device.key.replace(os.sep, '_')}-{number}"
+            file = _lock(path)
+            if file is None:
+                held_by.append(path.read_text() or "?")
+            elif not taken:
+                taken.append(file)
+            else:
+                os.close(file)
+    return (taken[0] if taken else None), held_by

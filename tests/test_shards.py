@@ -60,6 +60,17 @@ def test_the_rule_is_whole_sequences_up_to_so_many_tokens(made):
     assert names(made("e", 10, (sum(LENGTHS),))) == ["score_rollout.safetensors"]  # a sequence is never cut
 
 
+def test_more_shards_than_names_can_count_are_refused_before_one_is_written(made, monkeypatch):
+    monkeypatch.setattr(shards, "MOST_SHARDS", SHARDS)
+    assert len(names(made("a"))) == SHARDS
+    monkeypatch.setattr(shards, "MOST_SHARDS", SHARDS - 1)
+    with pytest.raises(XdError, match="more shards than a name can count") as caught:
+        made("b")
+    assert caught.value.status == Status.USAGE
+    assert shards._SHARD.match(shards.shard("rollout", 99_999, 99_999))
+    assert not shards._SHARD.match(shards.shard("rollout", 1, 100_000))
+
+
 def test_a_shard_is_a_score_file_of_its_sequences(made):
     attempt = made("a")
     whole = made("b", 1000).scores("rollout")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from libxd import slots
 from libxd.devices import Device
 from libxd.errors import Status, XdError
+from libxd.runtimes.ranks.processes import Processes
 from libxd.slots import Line
 
 PATIENCE_S = 60.0
@@ -251,3 +253,45 @@ def test_a_place_that_cannot_be_written_is_one_line(place, monkeypatch):
     with pytest.raises(XdError) as caught:
         taken(Line(named("0"), 1))
     assert (caught.value.status, caught.value.code) == (Status.CONFLICT, "cannot-write")
+
+
+def refusing(monkeypatch, call, ordinal):
+    """`os.<call>` fails for want of a descriptor or of room, at its n-th time from now."""
+    honest, times = getattr(os, call), iter(range(1, 1000))
+
+    def refuse(*arguments, **options):
+        if next(times) == ordinal:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return honest(*arguments, **options)
+
+    monkeypatch.setattr(slots.os, call, refuse)
+
+
+@pytest.mark.parametrize("call", ["open", "pwrite", "ftruncate", "unlink", "fstat"])
+@pytest.mark.parametrize("ordinal", range(1, 9))
+def test_a_refused_call_leaves_no_lock_behind(place, monkeypatch, call, ordinal):
+    """flock belongs to the open file: a lock that was left open would keep this very process waiting for ever."""
+    with monkeypatch.context() as patched:
+        refusing(patched, call, ordinal)
+        try:
+            held = taken(Line(named("0,1,1"), 2))
+        except XdError as error:
+            assert error.status in (Status.CONFLICT, Status.RETRY)
+        else:
+            held.release()
+    assert names(taken(Line(named("0,1,1"), 2))) == ["0", "1"]
+    assert slots._line(slots.directory()) == []
+
+
+def test_ranks_hold_the_slots_of_their_engine(place, monkeypatch):
+    """Whoever computes on a device keeps it: the slot is free when the last of them is gone."""
+    held = taken(Line(named("0"), 1))
+    slots.keep(held.files)
+    try:
+        ranks = Processes("rollout", 2, "127.0.0.1", 1)
+    finally:
+        slots.keep(())
+    held.release()
+    assert taken(Line(named("0"), 1)) is None
+    ranks.end(at_once=True)
+    assert names(taken(Line(named("0"), 1))) == ["0"]

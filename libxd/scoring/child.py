@@ -17,7 +17,7 @@ import sys
 import traceback
 from typing import Any, BinaryIO, NoReturn
 
-from libxd import __version__
+from libxd import __version__, slots
 from libxd.errors import of_exception
 from libxd.rundir import SIDES
 from libxd.scoring.scorer import Scorer
@@ -32,7 +32,9 @@ def main() -> int:
     parser.add_argument("--side", choices=SIDES, required=True)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--slot", type=int, action="append", default=[], help="Descriptor of a slot that it holds.")
     arguments = parser.parse_args()
+    slots.keep(arguments.slot)
     end_with_parent(arguments.parent)
     for signum in (signal.SIGTERM, signal.SIGHUP):  # a scheduler sends them to all processes of a job
         if signal.getsignal(signum) != signal.SIG_IGN:
@@ -96,7 +98,7 @@ def _take_streams(answers_fd: int) -> tuple[BinaryIO, BinaryIO]:
     os.dup2(nothing, sys.stdin.fileno())
     os.close(nothing)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    for descriptor in (requests_fd, answers_fd):
+    for descriptor in (requests_fd, answers_fd, *slots.kept()):  # ranks are given these by name
         os.set_inheritable(descriptor, False)
     return os.fdopen(requests_fd, "rb"), os.fdopen(answers_fd, "wb")
 

@@ -103,7 +103,8 @@ class Child:
         answers, answers_fd = os.pipe()
         try:
             command = [python, "-P", "-m", "libxd.scoring.child", "--side", side, "--fd", str(answers_fd),
-                       "--parent", str(os.getpid())]  # fmt: skip
+                       "--parent", str(os.getpid()),
+                       *(f"--slot={file}" for file in (held.files if held else ()))]  # fmt: skip
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                 pass_fds=(answers_fd, *(held.files if held else ())), process_group=0,

@@ -146,7 +146,10 @@ class Supervisor:
         return held
 
     def _give_way(self) -> None:
-        if self.slots and self.slots.wanted():
+        wanted = False
+        with contextlib.suppress(XdError):  # it cannot be told, for want of a descriptor: then they are kept
+            wanted = self.slots is not None and self.slots.wanted()
+        if wanted:
             self._say(f"waits for the next attempt, and gives {self.slots} back that others wait for")
             self._end_child()
 

@@ -10,6 +10,7 @@ import threading
 import time
 from typing import IO
 
+from libxd import slots
 from libxd.errors import Status, XdError
 
 #: ranks of a world on one machine, without a launcher: each is a process that loads the whole checkpoint
@@ -38,7 +39,7 @@ class Processes:
                      "MASTER_ADDR": address, "MASTER_PORT": str(port)}  # fmt: skip
             process = subprocess.Popen(
                 command, env={**inherited, **place}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                stderr=subprocess.PIPE, pass_fds=slots.kept(),
             )  # fmt: skip
             self._processes[rank] = process
             assert process.stderr is not None
