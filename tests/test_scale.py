@@ -15,7 +15,7 @@ from libxd.scores import ScoreFile
 
 FEW, MANY = 1_000_000, 4_000_000  # tokens; of both the samples and the blocks are full
 CAP = 160 << 20  # bytes of private memory
-MOST_GROWTH = 24 << 20  # bytes resident, where files grow by 87 MB
+MOST_GROWTH = 36 << 20  # bytes resident, where files grow by 87 MB; what of their maps stays resident is some 25
 
 
 @pytest.fixture(scope="module")
